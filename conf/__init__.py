@@ -1,0 +1,1 @@
+"""The Hydra configuration of titanplug, installed as ``titanplug.conf``."""

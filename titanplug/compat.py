@@ -1,0 +1,151 @@
+"""Shims for versions of other libraries, and nothing else.
+
+Importing this module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+from titanplug.errors import MissingExtraError, TitanplugError
+
+MINIMUM_TORCH = "2.11"
+
+
+def require_torch(minimum: str = MINIMUM_TORCH) -> None:
+    """Check the installed torch without importing it.
+
+    Args:
+        minimum: lowest version that will do, as ``"major.minor"``. Development builds of a version
+            count as that version.
+
+    Raises:
+        TitanplugError: the installed torch is older.
+    """
+    installed = version("torch")
+    if _release(installed) < _release(minimum):
+        raise TitanplugError(
+            f"torch {installed} is installed: titanplug needs torch {minimum} or newer. "
+            f"Run: pip install 'torch>={minimum}'"
+        )
+
+
+def require_extra(module_name: str, extra: str) -> ModuleType:
+    """Import a module that one of titanplug's extras installs.
+
+    Args:
+        module_name: full name of the module, for example ``"datasets"``.
+        extra: the extra that brings it, for example ``"data"``.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingExtraError: the module is not installed. An installed module that fails to import
+            raises its own error.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A dependency that is missing inside an installed module is another error.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise MissingExtraError(
+            f"The module {module_name!r} is not installed: it comes with the extra {extra!r}. "
+            f"Run: pip install 'titanplug[{extra}]'",
+            name=module_name,
+        ) from error
+
+
+def on_import(module_name: str, callback: Callable[[], object]) -> None:
+    """Run ``callback`` once, right after ``module_name`` has been imported.
+
+    It runs at once where the module is there already. An error in the callback fails that import.
+    This keeps ``import titanplug`` light: what has to be registered with Lightning is registered
+    when the user imports Lightning.
+
+    Args:
+        module_name: full name of the module.
+        callback: called without arguments.
+    """
+    if module_name in sys.modules:
+        callback()
+    else:
+        _finder.add(module_name, callback)
+
+
+def _release(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a version: expected 'major.minor', for example '2.11'.")
+    return int(match[1]), int(match[2])
+
+
+class _ImportFinder(MetaPathFinder):
+    """Finds the awaited modules through the other finders and wraps their loaders."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._callbacks: dict[str, list[Callable[[], object]]] = {}
+
+    def add(self, module_name: str, callback: Callable[[], object]) -> None:
+        with self._lock:
+            self._callbacks.setdefault(module_name, []).append(callback)
+            if self not in sys.meta_path:
+                sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._callbacks:
+            return None
+        for finder in list(sys.meta_path):
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find_spec is None else find_spec(fullname, path, target)
+            if isinstance(spec, ModuleSpec):
+                if spec.loader is not None:
+                    spec.loader = _NotifyingLoader(spec.loader, self)
+                return spec
+        return None
+
+    def run_callbacks(self, module_name: str) -> None:
+        with self._lock:
+            callbacks = self._callbacks.pop(module_name, [])
+            if not self._callbacks and self in sys.meta_path:
+                sys.meta_path.remove(self)
+        for callback in callbacks:
+            callback()
+
+
+class _NotifyingLoader(Loader):
+    """Stands in for a module's loader until the module runs, then gives it back its own."""
+
+    def __init__(self, loader: Loader, finder: _ImportFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # runpy and find_spec's callers ask for more than Loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module must see its own loader: resources, pickling and inspect ask it for more.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._finder.run_callbacks(module.__name__)
+
+
+_finder = _ImportFinder()

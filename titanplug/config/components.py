@@ -1,0 +1,295 @@
+"""Schemas of what a run is made of. Each stands for the constructor that its ``_target_`` names.
+
+The meanings are those of the constructors' arguments; a test compares names and defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+# --------------------------------------------------------------------------------------
+# Model, module
+# --------------------------------------------------------------------------------------
+
+
+@dataclass
+class RopeScalingConfig:
+    """Stretching of the rotary frequencies, as in Llama 3.1.
+
+    Args:
+        factor: by how much the slow frequencies are slowed down.
+        low_freq_factor: turns over the original context below which a frequency is stretched.
+        high_freq_factor: turns over the original context above which a frequency is kept.
+        original_max_position: context that the model was first trained on, in tokens.
+    """
+
+    _target_: str = "titanplug.models.RopeScaling"
+    factor: float = MISSING
+    low_freq_factor: float = MISSING
+    high_freq_factor: float = MISSING
+    original_max_position: int = MISSING
+
+
+@dataclass
+class TransformerConfig:
+    """A decoder-only Transformer of the Llama, Mistral or Qwen family.
+
+    Args:
+        vocab_size: token ids.
+        dim: width of the hidden states, in features.
+        num_layers: blocks.
+        num_heads: query heads.
+        hidden_dim: width of the feed-forward layer, in features.
+        num_kv_heads: key-value heads; null: as many as query heads.
+        head_dim: width of one head, in features; null: dim / num_heads.
+        max_seq_len: longest sequence, in tokens.
+        rope_theta: base of the rotary wavelengths.
+        rope_scaling: stretching of the rotary frequencies; null: none.
+        norm_eps: added to the mean square in every norm.
+        qkv_bias: biases in the query, key and value projections.
+        qk_norm: a norm over each query and key head.
+        tie_embeddings: the output layer uses the weight of the token embeddings.
+        sliding_window: tokens that a token sees, itself included; null: all before it.
+        init_std: standard deviation of the initial weights.
+        depth_scaled_init: start layers that add to the residual stream smaller in deeper models.
+    """
+
+    _target_: str = "titanplug.models.TransformerConfig"
+    vocab_size: int = MISSING
+    dim: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    hidden_dim: int = MISSING
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_seq_len: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScalingConfig | None = None
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    sliding_window: int | None = None
+    init_std: float = 0.02
+    depth_scaled_init: bool = True
+
+
+@dataclass
+class LanguageModelConfig:
+    """Pre-training of a causal language model.
+
+    Args:
+        config: the model.
+        optimizer: builds the optimizer.
+        schedule: builds the learning-rate schedule; null: a constant rate.
+    """
+
+    _target_: str = "titanplug.modules.LanguageModel"
+    config: Any = "${model}"
+    optimizer: Any = "${optim}"
+    schedule: Any = "${scheduler}"
+
+
+# --------------------------------------------------------------------------------------
+# Optimizer, schedule
+# --------------------------------------------------------------------------------------
+
+
+@dataclass
+class AdamWConfig:
+    """AdamW (Loshchilov and Hutter 2019).
+
+    Args:
+        lr: learning rate after warmup.
+        betas: decay of the running means of gradient and squared gradient.
+        eps: added to the denominator.
+        weight_decay: of matrices; norms and biases have none.
+        fused: one kernel for all of the step; null: torch's choice.
+    """
+
+    _target_: str = "torch.optim.AdamW"
+    _partial_: bool = True
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    fused: bool | None = None
+
+
+@dataclass
+class SGDConfig:
+    """Stochastic gradient descent.
+
+    Args:
+        lr: learning rate after warmup.
+        momentum: decay of the running mean of gradients; 0: none.
+        nesterov: look ahead by the momentum.
+        weight_decay: of matrices; norms and biases have none.
+    """
+
+    _target_: str = "torch.optim.SGD"
+    _partial_: bool = True
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+@dataclass
+class ConstantConfig:
+    """A constant learning rate.
+
+    Args:
+        warmup_steps: optimizer steps until the full rate is reached.
+    """
+
+    _target_: str = "titanplug.modules.constant"
+    _partial_: bool = True
+    warmup_steps: int = 0
+
+
+@dataclass
+class CosineConfig(ConstantConfig):
+    """Half a cosine down from the full rate.
+
+    Args:
+        warmup_steps: optimizer steps until the full rate is reached.
+        min_ratio: rate at the end, as a fraction of the full rate.
+    """
+
+    _target_: str = "titanplug.modules.cosine"
+    min_ratio: float = 0.1
+
+
+@dataclass
+class WarmupStableDecayConfig(ConstantConfig):
+    """The full rate, then linear decay.
+
+    Args:
+        warmup_steps: optimizer steps until the full rate is reached.
+        decay_fraction: part of the run that decays, 0 to 1.
+        min_ratio: rate at the end, as a fraction of the full rate.
+    """
+
+    _target_: str = "titanplug.modules.warmup_stable_decay"
+    decay_fraction: float = 0.1
+    min_ratio: float = 0.0
+
+
+# --------------------------------------------------------------------------------------
+# Callbacks, loggers
+# --------------------------------------------------------------------------------------
+
+
+@dataclass
+class TargetConfig:
+    """A part without settings."""
+
+    _target_: str = MISSING
+
+
+@dataclass
+class StepLinesConfig:
+    """One line of values every ``trainer.log_every_n_steps`` steps, or the progress bar's.
+
+    Args:
+        tokens_key: entry of the batch whose elements are the tokens.
+    """
+
+    _target_: str = "titanplug.callbacks.StepLines"
+    tokens_key: str = "input_ids"
+
+
+@dataclass
+class LossCurveConfig:
+    """A picture and a table of the losses.
+
+    Args:
+        path: of the picture; the table lies beside it as .csv.
+        train_key: logged name of the training loss.
+        val_key: logged name of the validation value.
+        val_label: how its axis is called.
+    """
+
+    _target_: str = "titanplug.callbacks.LossCurve"
+    path: str = "${paths.run_dir}/loss_curve.png"
+    train_key: str = "train_loss"
+    val_key: str = "val_bits_per_byte"
+    val_label: str = "bits per byte"
+
+
+@dataclass
+class RunSummaryConfig:
+    """The last line of a run.
+
+    Args:
+        run_dir: folder of the run.
+        key: logged name of the value to tell, without ``val_`` or ``test_``.
+        label: its unit.
+    """
+
+    _target_: str = "titanplug.callbacks.RunSummary"
+    run_dir: str = "${paths.run_dir}"
+    key: str = "bits_per_byte"
+    label: str = "bits per byte"
+
+
+@dataclass
+class ModelCheckpointConfig:
+    """Checkpoints.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        filename: name of one; {step}, {epoch} and logged values in braces are filled in.
+        monitor: logged value by which the best are kept; null: the latest.
+        mode: min or max.
+        save_top_k: how many of the best are kept; -1: all, 0: none.
+        save_last: also keep the latest, as ``last.ckpt``.
+        every_n_train_steps: optimizer steps between checkpoints; null: after each validation.
+        save_weights_only: leave out what is needed to go on training.
+        auto_insert_metric_name: put ``name=`` before each value in the file name.
+    """
+
+    _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
+    dirpath: str = "${paths.run_dir}/checkpoints"
+    filename: str = "step_{step}"
+    monitor: str | None = "val_loss"
+    mode: str = "min"
+    save_top_k: int = 1
+    save_last: bool | None = True
+    every_n_train_steps: int | None = None
+    save_weights_only: bool = False
+    auto_insert_metric_name: bool = False
+
+
+@dataclass
+class TensorBoardConfig:
+    """TensorBoard event files.
+
+    Args:
+        save_dir: folder of the run.
+        name: of a folder in it; empty: none.
+        version: of a folder in that.
+    """
+
+    _target_: str = "lightning.pytorch.loggers.TensorBoardLogger"
+    save_dir: str = "${paths.run_dir}"
+    name: str = ""
+    version: str = "tensorboard"
+
+
+@dataclass
+class CSVConfig(TensorBoardConfig):
+    """A table of all logged values, ``metrics.csv``.
+
+    Args:
+        save_dir: folder of the run.
+        name: of a folder in it; empty: none.
+        version: of a folder in that.
+    """
+
+    _target_: str = "lightning.pytorch.loggers.CSVLogger"
+    version: str = "csv"

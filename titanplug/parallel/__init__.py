@@ -1,0 +1,1 @@
+"""Parallelism on torch alone: no Lightning, no Hydra."""

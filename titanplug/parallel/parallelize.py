@@ -1,0 +1,80 @@
+"""All techniques in their order, on one page.
+
+tensor -> (context) -> (activation checkpointing) -> (compile) -> FSDP2 -> (pipeline stages)
+
+Those in brackets come with their own issues. The order matters: FSDP must see the final parameters (DTensors
+of the tensor axis) and the final forward of each unit; a module is compiled after everything that
+changes its forward and before the hooks of FSDP are put around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanplug.mesh import Mesh
+from titanplug.parallel.fsdp import ShardOptions, apply_fsdp
+from titanplug.parallel.initialise import broadcast_values, materialize
+from titanplug.parallel.tensor import TensorOptions, TensorParallelized, apply_tensor_parallel
+from titanplug.plan import ParallelPlan
+
+
+@dataclass
+class Parallelized:
+    """A module as it is laid out over the mesh.
+
+    Args:
+        mesh: the mesh.
+        plan: the plan that was followed.
+        tensor: what tensor parallel left to do after backward.
+        fsdp_units: the FSDP units, the root last; empty where there is one data-parallel rank.
+    """
+
+    mesh: Mesh
+    plan: ParallelPlan
+    tensor: TensorParallelized = field(default_factory=TensorParallelized)
+    fsdp_units: list[FSDPModule] = field(default_factory=list)
+
+    def partial_parameters(self, root: nn.Module) -> list[nn.Parameter]:
+        """Parameters whose gradients are parts of a sum over the tensor axis, as they are now."""
+        names = self.tensor.partial_gradients
+        found = [root.get_parameter(name) for name in names]
+        return list(dict.fromkeys(parameter for parameter in found if parameter.requires_grad))
+
+
+def parallelize(
+    root: nn.Module,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    seed: int,
+    tensor: TensorOptions,
+    shard: ShardOptions,
+) -> Parallelized:
+    """Lay ``root`` out over ``mesh``, in place, and give it its initial weights.
+
+    Args:
+        root: the module whose call runs the step, as every rank built it: with values, on the meta
+            device, or partly so.
+        plan: what to do with which modules, names relative to ``root``.
+        mesh: the mesh of the run.
+        device: this rank's device.
+        seed: the run's seed, for weights on the meta device.
+        tensor: switches of tensor parallel.
+        shard: switches of FSDP.
+
+    Raises:
+        ConfigError: the plan doesn't fit the module, or weights on the meta device can't be filled.
+    """
+    result = Parallelized(mesh, plan)
+    broadcast_values(root, device)
+    if mesh.dims.tp > 1:
+        result.tensor = apply_tensor_parallel(root, plan, mesh["tp"], tensor)
+    if mesh["fsdp"].size() * mesh.dims.dp_replicate > 1:
+        result.fsdp_units = apply_fsdp(root, plan, mesh, shard)
+    materialize(root, device, seed)
+    return result

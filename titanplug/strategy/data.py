@@ -1,0 +1,124 @@
+"""Gives each loader of a Trainer its data-parallel coordinate and a place to resume from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from titanplug.mesh import Mesh
+from titanplug.strategy.loaders import LockstepLoader, ShardedBatches, shard_map_loader
+
+
+class DataSharding:
+    """Shards the loaders of one Trainer, unless ``use_distributed_sampler=False`` says they are.
+
+    Args:
+        trainer: the Trainer. Its own injection of samplers is switched off: it always shuffles training
+            data, and repeats evaluation samples.
+        mesh: the mesh.
+        seed: the run's seed.
+    """
+
+    def __init__(self, trainer: Trainer, mesh: Mesh, seed: int) -> None:
+        connector: Any = trainer._accelerator_connector
+        wanted = getattr(connector, "_titanplug_shard", connector.use_distributed_sampler)
+        connector._titanplug_shard = wanted
+        connector.use_distributed_sampler = False
+        self._enabled: bool = wanted
+        self._trainer = trainer
+        self._mesh = mesh
+        self._seed = seed
+        self._rank, self._size = mesh.rank("batch"), mesh["batch"].size()
+        self._host_group: dist.ProcessGroup | None = None
+
+    def shard(self, loader: Any) -> Any:
+        """The loader, limited to the samples of this rank; called alike on all ranks."""
+        if isinstance(loader, DataLoader):
+            self._seed_workers(loader)
+        if not self._enabled:
+            return loader
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):
+            if isinstance(loader.sampler, DistributedSampler):
+                return loader  # the user has sharded it
+            shard_map_loader(
+                loader,
+                training=bool(self._trainer.training),
+                seed=self._seed,
+                rank=self._rank,
+                size=self._size,
+            )
+            return loader
+        if self._size == 1 or isinstance(loader, LockstepLoader):
+            return loader
+        self._tell_coordinate(loader, dataset)
+        return LockstepLoader(loader, self._group())
+
+    def _tell_coordinate(self, loader: Any, dataset: Any) -> None:
+        for target in (loader, dataset):
+            tell = getattr(target, "set_data_parallel", None)
+            if callable(tell):
+                tell(self._rank, self._size)
+                return
+        warnings.warn(
+            f"{type(dataset if dataset is not None else loader).__name__} can't be sharded from outside "
+            f"and has no `set_data_parallel(rank, size)`, so each of the {self._size} data-parallel ranks "
+            "reads all of it unless it shards itself. Add that method and yield every size-th sample from "
+            "rank on, or pass Trainer(use_distributed_sampler=False) if it is sharded already.",
+            stacklevel=2,
+        )
+
+    def _seed_workers(self, loader: DataLoader[Any]) -> None:
+        # By data-parallel rank: ranks of the other axes must read and augment the same samples.
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=self._rank)
+        if loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(self._seed * 1009 + self._rank)
+
+    def _group(self) -> dist.ProcessGroup:
+        """A group of the ``batch`` view that reduces CPU tensors, so that no device is waited for."""
+        group = self._mesh.group("batch")
+        if dist.get_backend(group) == "gloo":
+            return group
+        if self._host_group is None:
+            ranks = dist.get_process_group_ranks(group)
+            self._host_group = dist.new_subgroups_by_enumeration(
+                _all_lines(ranks), backend="gloo"
+            )[0]
+        return self._host_group
+
+    def resume(self) -> None:
+        """Start the epoch of a resumed run at the batch after the last one that was run."""
+        fit: Any = self._trainer.fit_loop
+        combined = fit._combined_loader
+        if combined is None or not (fit.restarting or fit.epoch_loop.restarting):
+            return
+        consumed = fit.epoch_loop.batch_progress.current.ready
+        if consumed >= fit.max_batches:
+            consumed = 0  # the epoch was complete
+        epoch = fit.epoch_progress.current.processed
+        sharded = [
+            batches
+            for loader in combined.flattened
+            if isinstance(batches := getattr(loader, "batch_sampler", None), ShardedBatches)
+        ]
+        if not sharded:
+            return
+        for batches in sharded:
+            batches.skip = consumed
+            batches.sampler.set_epoch(epoch)
+        iter(fit._data_fetcher)
+
+
+def _all_lines(own: list[int]) -> list[list[int]]:
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, own)
+    return [list(line) for line in dict.fromkeys(map(tuple, lines))]

@@ -1,0 +1,226 @@
+"""Running the user's steps: random state, share of the batch, logs, and outputs in order."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from titanplug.mesh import Mesh
+from titanplug.parallel.initialise import named_seed
+from titanplug.parallel.logits import gather_logits
+from titanplug.parallel.parallelize import Parallelized
+from titanplug.strategy.gradient_window import GradientWindow
+from titanplug.strategy.loaders import HasShares, Share
+from titanplug.strategy.logs import StepLogs
+from titanplug.strategy.loss_weights import num_rows
+from titanplug.strategy.metrics import metrics_untouched
+
+
+class Steps:
+    """Runs the steps of one LightningModule.
+
+    Args:
+        trainer: the Trainer.
+        module: the laid-out module.
+        layout: how it is laid out.
+        window: weights of the losses.
+        seed: the run's seed.
+        device: this rank's device.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        layout: Parallelized,
+        window: GradientWindow,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._sharded = bool(layout.fsdp_units)
+        self._gathers_logits = layout.tensor.group is not None
+        self._mesh: Mesh = layout.mesh
+        self._window = window
+        self._device = device
+        self._seeds = (named_seed(seed, "train"), named_seed(seed, "evaluate"))
+        size = layout.mesh["loss"].size()
+        self.logs = StepLogs(module, layout.mesh.group("loss"), size, device)
+        self._served: dict[int, int] = {}
+        self._loader_idx = 0
+
+    # ---------------------------------------------------------------- which batch this is
+
+    def count_batch(self, loader_idx: int) -> None:
+        """A batch of an evaluation loader is about to be run."""
+        self._loader_idx = loader_idx
+        self._served[loader_idx] = self._served.get(loader_idx, -1) + 1
+
+    def restart_count(self) -> None:
+        """An evaluation starts."""
+        self._served = {}
+
+    def _share(self, batch: Any, loaders: list[Any], loader_idx: int, index: int) -> Share:
+        """What of a batch counts; all of its rows where nothing else is known."""
+        source = _shares_of(loaders[loader_idx]) if loader_idx < len(loaders) else None
+        share = source.share(index) if source else None
+        if share is not None:
+            return share
+        rows = num_rows(batch)
+        return Share(rows, rows if self._mesh["batch"].size() == 1 else None)
+
+    # ---------------------------------------------------------------- steps
+
+    def train(self, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """``training_step``, its loss counted and its logs passed on."""
+        loop = self._trainer.fit_loop.epoch_loop
+        loaders = _flattened(self._trainer.fit_loop)
+        # Several loaders give one combined batch, whose rows no single loader knows.
+        share = self._share(args[0], loaders if len(loaders) == 1 else [], 0, loop.batch_idx)
+        self._seed(self._seeds[0], loop.total_batch_idx)
+        self.logs.start()
+        with context, self._unless_counted(share):
+            output = self._call("training_step", args, kwargs)
+        if output is None:
+            self.logs.discard()
+            return None
+        loss = output["loss"] if isinstance(output, dict) else output
+        output = self._window.add(share, output)
+        self.logs.finish(
+            samples=share.local,
+            loss=loss,
+            count=self._window.count,
+            reduce_steps=self._is_log_step(),
+        )
+        return output if isinstance(output, Tensor) else self._whole(output)
+
+    def evaluate(
+        self, name: str, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``validation_step`` or ``test_step``."""
+        loop: Any = self._trainer._active_loop
+        index = self._served.get(self._loader_idx, 0)
+        share = self._share(args[0], _flattened(loop), self._loader_idx, index)
+        self._seed_evaluation()
+        self.logs.start()
+        with context, self._unless_counted(share):
+            output = self._whole(self._call(name, args, kwargs))
+        self.logs.finish(samples=share.local, loss=None, count=share.local, reduce_steps=True)
+        if loop.batch_progress.is_last_batch:
+            self.logs.check_keys()
+        return output
+
+    def predict(self, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """``predict_step``."""
+        self._seed_evaluation()
+        with context:
+            return self._whole(self._call("predict_step", args, kwargs))
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        module = self._module
+        step = getattr(module, name)
+        if not self._sharded:
+            return step(*args, **kwargs)
+        # FSDP's hooks run around the module's call: run the step as if it were its forward.
+        own = module.__dict__.get("forward")
+
+        def run(*step_args: Any, **step_kwargs: Any) -> Any:
+            _set_forward(module, own)  # the step may call `self(...)`
+            return step(*step_args, **step_kwargs)
+
+        _set_forward(module, run)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            _set_forward(module, own)
+
+    def _unless_counted(self, share: Share) -> AbstractContextManager[None]:
+        return nullcontext() if share.local else metrics_untouched(self._module)
+
+    def _whole(self, output: Any) -> Any:
+        return gather_logits(output) if self._gathers_logits and output is not None else output
+
+    def _is_log_step(self) -> bool:
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        if trainer.fit_loop._should_accumulate():
+            return False
+        due = (loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
+        return due or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+    # ---------------------------------------------------------------- random state
+
+    def _seed_evaluation(self) -> None:
+        batch = self._served.get(self._loader_idx, 0) * self._mesh["batch"].size()
+        self._seed(self._seeds[1] + 7919 * self._loader_idx, batch)
+
+    def _seed(self, seed: int, index: int) -> None:
+        """Random numbers of a step depend on seed, step and data-parallel rank, on nothing else.
+
+        Tensor-parallel ranks draw alike, data-parallel ranks differently, and a resumed run as if it had
+        not been interrupted.
+        """
+        mixed = (seed + index * 1_000_003 + self._mesh.rank("batch") * 998_244_353) % 2**63
+        torch.default_generator.manual_seed(mixed)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index].manual_seed(mixed)
+
+    # ---------------------------------------------------------------- predictions
+
+    def gather_predictions(self) -> None:
+        """Give global rank 0 the predictions of all ranks, batch by batch in the order of the data."""
+        loop = self._trainer.predict_loop
+        if not loop.return_predictions or self._mesh["batch"].size() == 1:
+            return
+        loaders = _flattened(loop)
+        # Copies on other axes hold the same predictions: one line of ranks sends.
+        sends = self._mesh.rank("tp") == 0 and self._mesh.rank("cp") == 0
+        for loader, predictions in zip(loaders, loop._predictions, strict=True):
+            shares = _shares_of(loader)
+            mine = [
+                output
+                for index, output in enumerate(predictions)
+                if shares is None or (share := shares.share(index)) is None or share.local
+            ]
+            if sends:
+                mine = _gather_in_turn(mine, self._mesh.group("batch"))
+            predictions[:] = mine
+
+
+def _gather_in_turn(mine: list[Any], group: dist.ProcessGroup) -> list[Any]:
+    first = dist.get_global_rank(group, 0)
+    parts: list[Any] | None = None
+    if dist.get_rank() == first:
+        parts = [None] * dist.get_world_size(group)
+    dist.gather_object(mine, parts, dst=first, group=group)
+    if parts is None:
+        return mine
+    longest = max(map(len, parts))
+    return [part[index] for index in range(longest) for part in parts if index < len(part)]
+
+
+def _shares_of(loader: Any) -> HasShares | None:
+    for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        for candidate in (holder, getattr(holder, "_batch_sampler", None)):
+            if hasattr(type(candidate), "share"):
+                return candidate  # type: ignore[no-any-return]
+    return None
+
+
+def _flattened(loop: Any) -> list[Any]:
+    combined = loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def _set_forward(module: torch.nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+

@@ -1,0 +1,515 @@
+"""The Lightning strategy: an ordinary LightningModule under any layout."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from titanplug.errors import ConfigError
+from titanplug.mesh import Mesh, ParallelDims
+from titanplug.parallel.fsdp import free_gathered, set_gradient_sync
+from titanplug.parallel.parallelize import Parallelized, parallelize
+from titanplug.parallel.tensor import TensorOptions
+from titanplug.plan import ParallelPlan, resolve_plan
+from titanplug.strategy import checkpoint as checkpoints
+from titanplug.strategy.data import DataSharding
+from titanplug.strategy.gradient_window import GradientWindow
+from titanplug.strategy.launcher import ScriptLauncher, record_error
+from titanplug.strategy.metrics import set_metric_group
+from titanplug.strategy.precision import build_precision, shard_options
+from titanplug.strategy.reductions import reduce_tensor
+from titanplug.strategy.signals import GracefulStop
+from titanplug.strategy.steps import Steps
+from titanplug.validation import RunFacts, validate_run
+
+_LAYOUT = "_titanplug_layout"
+
+
+class TitanStrategy(ModelParallelStrategy):
+    """Trains and evaluates an ordinary LightningModule on a mesh of data, tensor and further axes.
+
+    Example::
+
+        trainer = Trainer(devices=8, precision="bf16-mixed", strategy=TitanStrategy(dp_shard=4, tp=2))
+
+    Args:
+        dp_replicate: copies of the model (HSDP).
+        dp_shard: shards of the model (FSDP2). -1: the rest of the processes.
+        tp: shards of each layer (tensor parallel); needs a plan.
+        pp: pipeline stages; only 1 in this version.
+        cp: shards of the sequence (context parallel); only 1 in this version.
+        plan: what to do with which modules, by names relative to the LightningModule. None: from the hook
+            ``configure_parallel_plan`` of the module, or ``parallel_plan`` of the model.
+        sequence_parallel: under tp, hidden states between blocks are sharded over the sequence.
+        loss_parallel: under tp, logits stay sharded over the vocabulary up to the loss.
+        meta_init: run ``configure_model`` on the meta device; weights are then filled module by module,
+            no rank ever holding the whole model.
+        reshard_after_forward: free gathered parameters between forward and backward.
+        gradient_norm_type: p of the gradient norm that is clipped; ``inf`` or ``"inf"`` for the maximum.
+        error_if_nonfinite: stop all ranks before a step whose gradient norm is NaN or infinite. Reads
+            the norm on the host in every step.
+        process_group_backend: backend of torch.distributed; None: by device (NCCL or gloo).
+        timeout_s: seconds after which a collective that some rank doesn't join fails.
+
+    Raises:
+        ConfigError: a degree is out of range or an axis is not available; all problems at once. The
+            Trainer's constructor checks them against its devices and precision.
+    """
+
+    strategy_name = "titan"
+
+    def __init__(
+        self,
+        *,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        plan: ParallelPlan | None = None,
+        sequence_parallel: bool = True,
+        loss_parallel: bool = True,
+        meta_init: bool = False,
+        reshard_after_forward: bool = True,
+        gradient_norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        validate_run(RunFacts(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp)
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s)
+        )
+        self.parallel_dims = ParallelDims(pp, dp_replicate, dp_shard, cp, tp)
+        self._given_plan = plan
+        self._tensor_options = TensorOptions(sequence_parallel, loss_parallel)
+        self._meta_init = meta_init
+        self._reshard_after_forward = reshard_after_forward
+        self._norm_type = float(gradient_norm_type)
+        self._error_if_nonfinite = error_if_nonfinite
+        self._mesh: Mesh | None = None
+        self._seed = 0
+        self._data: DataSharding | None = None
+        self._layout: Parallelized | None = None
+        self._window: GradientWindow | None = None
+        self._steps: Steps | None = None
+        self._runs = 0
+
+    # ---------------------------------------------------------------- what others may ask
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh; there once the processes are connected."""
+        if self._mesh is None:
+            raise RuntimeError(
+                "The mesh is made when a Trainer call starts; it isn't there before that."
+            )
+        return self._mesh
+
+    @property
+    def dp_rank(self) -> int:
+        """Position among the ranks that read different samples."""
+        return self.mesh.rank("batch")
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.mesh["batch"].size()
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that was followed."""
+        return self._laid_out.plan
+
+    def compute_gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """One norm of all gradients of ``optimizer`` over all ranks, before clipping.
+
+        A collective: call it on all ranks, between backward and the optimizer's step, for example in
+        ``on_before_optimizer_step``. Computed once a step; clipping uses the same number.
+
+        Returns:
+            0-dim float64 tensor, equal on all ranks.
+        """
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self._gradients.finish(self.optimizers)
+        return self._gradients.norm(optimizer)
+
+    @property
+    def _laid_out(self) -> Parallelized:
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def _gradients(self) -> GradientWindow:
+        assert self._window is not None
+        return self._window
+
+    @property
+    def _running(self) -> Steps:
+        assert self._steps is not None
+        return self._steps
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---------------------------------------------------------------- before any process starts
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        assert self._precision_plugin is not None
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = build_precision(plugin, self)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if type(io) is not TorchCheckpointIO:
+            raise ConfigError(
+                f"plugins={type(io).__name__}: TitanStrategy writes sharded checkpoints itself, so a "
+                "CheckpointIO would never be used. Remove it."
+            )
+        self._checkpoint_io = io
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Devices, nodes and precision are known now, in the Trainer's constructor.
+        self.parallel_dims = validate_run(
+            RunFacts(
+                world_size=self.num_processes * self.num_nodes,
+                precision=self.precision_plugin.precision,
+            ),
+            **self.parallel_dims.degrees,
+        )
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        if not isinstance(model, LightningModule):
+            raise TypeError(
+                f"{type(model).__module__}.{type(model).__qualname__} is not a lightning.LightningModule. "
+                "`lightning` and `pytorch_lightning` are two packages with classes of their own; import "
+                "LightningModule and Trainer from `lightning`."
+                + (" `pytorch_lightning` is imported here." if "pytorch_lightning" in sys.modules else "")
+            )
+        super().connect(model)
+
+    # ---------------------------------------------------------------- set-up
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        if self._mesh is None:
+            self._mesh = Mesh(self.parallel_dims, self.root_device.type)
+            given = os.environ.get("PL_GLOBAL_SEED")
+            own = int(given) if given is not None else torch.initial_seed() % 2**31
+            self._seed = int(self.broadcast(own))
+        self._device_mesh = self._mesh.device
+        self._module._device_mesh = self._mesh.device
+        trainer = self._module.trainer
+        self._data = DataSharding(trainer, self._mesh, self._seed)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        meta = self._meta_init if empty_init is None else empty_init
+        with torch.device("meta") if meta else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        self._layout = self._lay_out(module)
+        self.model = module
+        self.model_to_device()
+        set_metric_group(module, self.mesh.group("loss"))
+        self._window = GradientWindow(
+            module,
+            self._layout,
+            self.world_size,
+            self.root_device,
+            norm_type=self._norm_type,
+            error_if_nonfinite=self._error_if_nonfinite,
+        )
+        if self._steps is not None:
+            self._steps.logs.uninstall()
+        self._steps = Steps(
+            trainer, module, self._layout, self._window, self._seed, self.root_device
+        )
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            # Tensors made in inference mode can't take part in a later backward.
+            loop.inference_mode = False
+        self._runs += 1
+        GracefulStop(trainer, str(self._runs))
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _lay_out(self, module: LightningModule) -> Parallelized:
+        layout: Parallelized | None = module.__dict__.get(_LAYOUT)
+        if layout is not None:
+            if layout.mesh is not self.mesh:
+                raise ConfigError(
+                    f"This {type(module).__name__} is laid out for {layout.mesh.dims} by another strategy, "
+                    "and a module is laid out once. Build a new one for another Trainer, and load a "
+                    "checkpoint into it."
+                )
+            return layout
+        plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
+        validate_run(
+            RunFacts(world_size=self.world_size, heads=plan.heads), **self.parallel_dims.degrees
+        )
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        layout = parallelize(
+            module,
+            plan,
+            self.mesh,
+            device=self.root_device,
+            seed=self._seed,
+            tensor=self._tensor_options,
+            shard=shard_options(
+                self.precision_plugin, reshard_after_forward=self._reshard_after_forward
+            ),
+        )
+        module.__dict__[_LAYOUT] = layout
+        return layout
+
+    # ---------------------------------------------------------------- data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._data is not None
+        return self._data.shard(dataloader)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if not self._module.trainer.training:
+            self._running.count_batch(dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self._data is not None
+        self._data.resume()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._running.restart_count()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_validation_end(self) -> None:
+        free_gathered(self._laid_out.fsdp_units)
+
+    on_test_end = on_validation_end
+
+    @override
+    def on_predict_end(self) -> None:
+        self._running.gather_predictions()
+        free_gathered(self._laid_out.fsdp_units)
+
+    # ---------------------------------------------------------------- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.train(self.precision_plugin.train_step_context(), args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.precision_plugin.val_step_context()
+        return self._running.evaluate("validation_step", context, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.precision_plugin.test_step_context()
+        return self._running.evaluate("test_step", context, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.predict(self.precision_plugin.predict_step_context(), args, kwargs)
+
+    # ---------------------------------------------------------------- optimization
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        module, plugin = self._module, self.precision_plugin
+        trainer = module.trainer
+        automatic = module.automatic_optimization
+        length = trainer.accumulate_grad_batches if automatic else 1
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(
+            self._gradients.scale(closure_loss, length), module, optimizer, *args, **kwargs
+        )
+        # A manual step may call backward again: its gradients are final when they are used.
+        if automatic and not trainer.fit_loop._should_accumulate():
+            self._gradients.finish(self.optimizers)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
+    ) -> Any:
+        if not self._module.automatic_optimization:
+            self._gradients.finish(self.optimizers)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float, *, by_value: bool = False) -> None:
+        """Clip all gradients of ``optimizer`` by their one global norm, or each element by value.
+
+        Args:
+            optimizer: whose gradients.
+            limit: largest norm, or largest absolute value; 0 clips nothing.
+            by_value: clip elements.
+        """
+        self._gradients.finish(self.optimizers)
+        self._gradients.clip(getattr(optimizer, "_optimizer", optimizer), limit, by_value=by_value)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        units = self._laid_out.fsdp_units
+        set_gradient_sync(units, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(units, True)
+
+    # ---------------------------------------------------------------- over ranks
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        replayed = self._steps.logs.replaying if self._steps is not None else None
+        if replayed is not None:
+            return tensor if replayed.reduced is None else replayed.reduced
+        return reduce_tensor(tensor, self._data_group(group), reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, self._data_group(group), sync_grads)
+
+    def _data_group(self, group: Any) -> Any:
+        """Lightning means all ranks by its default; here those that hold different data."""
+        everyone = group is None or group is dist.group.WORLD
+        return self.mesh.group("loss") if everyone and self._mesh is not None else group
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def _position(self) -> str:
+        return f"{self.dp_rank} of {self.dp_size}"
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return checkpoints.model_state(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return checkpoints.optimizer_state(self._module, inner)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                "save_checkpoint(storage_options=...): TitanStrategy writes its checkpoints itself and "
+                "takes no storage options. Leave it out."
+            )
+        path = Path(self.broadcast(str(filepath)))
+        checkpoints.save(checkpoint, path, self._position)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        module = self._module
+        free_gathered(self._laid_out.fsdp_units)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        return checkpoints.load(
+            path,
+            module,
+            self.optimizers if fitting else [],
+            self._position,
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    # ---------------------------------------------------------------- end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        record_error(self.global_rank, exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._steps is not None:
+            self._steps.logs.uninstall()
+        super().teardown()

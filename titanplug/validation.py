@@ -1,0 +1,121 @@
+"""The cross-checks of a run, all in one place and all reported at once.
+
+The strategy, the command line and the planner call the same functions, wherever possible before any
+process starts. What is not known yet (None) is not checked; a later call that knows more checks it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titanplug.errors import ConfigError
+from titanplug.mesh import ParallelDims
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+"""What ``Trainer(precision=...)`` may be. bf16-mixed: float32 master weights and gradient reduction."""
+
+# Axes whose own parts of the library are not there yet.
+_UNAVAILABLE = {"pp": "pipeline parallel", "cp": "context parallel"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run when it is checked; None where it is not known yet.
+
+    Args:
+        world_size: number of processes, devices x num_nodes.
+        precision: Lightning's name of the precision.
+        heads: (query heads, key-value heads) of the model.
+        seq_len: tokens in a row of the batch.
+        sequence_parallel: whether tensor parallel splits the sequence between blocks.
+        batch_size: rows that each data-parallel rank reads for a batch.
+    """
+
+    world_size: int | None = None
+    precision: str | int | None = None
+    heads: tuple[int, int] | None = None
+    seq_len: int | None = None
+    sequence_parallel: bool = True
+    batch_size: int | None = None
+
+
+def validate_run(
+    facts: RunFacts,
+    *,
+    dp_replicate: int = 1,
+    dp_shard: int = -1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+) -> ParallelDims:
+    """Check degrees against each other and against what is known of the run.
+
+    Returns:
+        The degrees, resolved where the world size is known.
+
+    Raises:
+        ConfigError: one message for each wrong field, all at once.
+    """
+    problems: list[str] = []
+    dims: ParallelDims | None = None
+    try:
+        dims = ParallelDims(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    except ConfigError as error:
+        problems += error.problems
+    problems += _unavailable_axes(pp=pp, cp=cp)
+    problems += validate_precision(facts.precision)
+    problems += _tensor_problems(tp, facts)
+    if facts.batch_size is not None and facts.batch_size < 1:
+        problems.append(
+            f"batch_size={facts.batch_size}: each data-parallel rank reads at least one row. Raise it."
+        )
+    if dims is not None and facts.world_size is not None:
+        try:
+            dims = dims.resolve(facts.world_size)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    assert dims is not None
+    return dims
+
+
+def validate_precision(precision: str | int | None) -> list[str]:
+    """The problem with a precision, if any; None is not checked."""
+    if precision is None or str(precision) in (*PRECISIONS, "32", "bf16"):
+        return []
+    return [
+        f"precision={precision!r}: titanplug trains in {', '.join(PRECISIONS)} (bf16-mixed keeps float32 "
+        "master weights and reduces gradients in float32). Choose one of these."
+    ]
+
+
+def _unavailable_axes(**degrees: int) -> list[str]:
+    return [
+        f"{axis}={degree}: {_UNAVAILABLE[axis]} is not available yet in this version; the only allowed "
+        f"value of {axis} is 1. Use dp_replicate, dp_shard and tp."
+        for axis, degree in degrees.items()
+        if degree != 1
+    ]
+
+
+def _tensor_problems(tp: int, facts: RunFacts) -> list[str]:
+    if not isinstance(tp, int) or tp <= 1:
+        return []
+    problems = []
+    if facts.heads is not None and any(heads % tp for heads in facts.heads):
+        queries, keys = facts.heads
+        shared = math.gcd(queries, keys)
+        allowed = [n for n in range(1, shared + 1) if shared % n == 0]
+        problems.append(
+            f"tp={tp} with {queries} heads and {keys} key-value heads: tp must divide both, since a head "
+            f"is never split. Allowed values of tp: {', '.join(map(str, allowed))}."
+        )
+    if facts.seq_len is not None and facts.sequence_parallel and facts.seq_len % tp:
+        lower = facts.seq_len - facts.seq_len % tp
+        problems.append(
+            f"seq_len={facts.seq_len} with tp={tp}: sequence parallel splits the sequence over tp, so tp "
+            f"must divide it. Use seq_len={lower or tp} or {lower + tp}, or sequence_parallel=False."
+        )
+    return problems

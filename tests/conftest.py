@@ -62,7 +62,9 @@ def _order(item: pytest.Item) -> tuple[bool, ...]:
     if torch.version.cuda is None:
         return (slow,)
     gpu = item.get_closest_marker("gpu") is not None
-    return gpu, "distributed" not in item.path.parts, slow
+    module = getattr(item, "module", None)
+    forks = hasattr(module, "run_ranks") or hasattr(module, "reference")
+    return gpu, not forks, slow
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

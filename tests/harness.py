@@ -16,29 +16,26 @@ Rules that keep forking safe:
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+
+from tests.rank_process import Outcome, RankFailure, rank_main, read_outcome, tell_lightning
 
 torch.set_num_threads(1)
 for _noisy in ("torch.distributed.pipelining.schedules", "torch.distributed.tensor._redistribute"):
@@ -46,30 +43,6 @@ for _noisy in ("torch.distributed.pipelining.schedules", "torch.distributed.tens
 
 GRACE_S = 2.0
 """How long the other ranks may still run after one has failed."""
-
-RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-)
-
-# What a rank reports when a peer has gone: a consequence, never the cause.
-PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-)
-
-
-class RankFailure(RuntimeError):
-    """A rank ended without a result, or with an error that cannot be carried to the test."""
 
 
 class RankTimeout(TimeoutError):
@@ -120,19 +93,17 @@ def run_ranks(
 
         def run_rank(rank: int) -> Any:
             os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
-            _tell_lightning(rank)
+            tell_lightning(rank)
             if init_process_group:
                 dist.init_process_group(
                     "gloo",
                     init_method=f"file://{folder}/store",
                     rank=rank,
                     world_size=world_size,
-                    timeout=timedelta(seconds=timeout_s),
+                    # Longer than ours, which tells where the ranks stand.
+                    timeout=timedelta(seconds=timeout_s + 60),
                 )
-            result = fn(rank, world_size, *args)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            return result
+            return fn(rank, world_size, *args)
 
         return _run_forked(run_rank, world_size, Path(folder), timeout_s)
 
@@ -147,85 +118,11 @@ def reference(fn: Callable[..., Any], *args: Any, timeout_s: float = 110.0) -> A
         return _run_forked(lambda _: fn(*args), 1, Path(folder), timeout_s)[0]
 
 
-# --------------------------------------------------------------------------------------
-# In a rank
-# --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How a rank ended: its result, or its error, the traceback, and when it was raised."""
-
-    result: Any = None
-    error: BaseException | None = None
-    traceback: str = ""
-    time_s: float = 0.0
-
-    @property
-    def peer_lost(self) -> bool:
-        return any(text in str(self.error) for text in PEER_LOST)
-
-
-def _rank_main(run_rank: Callable[[int], Any], rank: int, folder: Path) -> None:
-    # A group of its own, so that the whole rank, with its data workers, can be ended by number.
-    os.setpgid(0, 0)
-    with open(folder / f"{rank}.stack", "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        _prepare_process()
-        try:
-            outcome = _Outcome(result=run_rank(rank))
-            payload = pickle.dumps(outcome)
-        except BaseException as error:
-            text = traceback.format_exc()
-            outcome = _Outcome(error=error, traceback=text, time_s=time.monotonic())
-            payload = _pickle_error(outcome)
-        partial = folder / f"{rank}.partial"
-        partial.write_bytes(payload)
-        partial.rename(folder / f"{rank}.outcome")
-        faulthandler.unregister(signal.SIGUSR1)
-
-
-def _prepare_process() -> None:
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name
-    torch.set_num_threads(1)
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-
-
-def _tell_lightning(rank: int) -> None:
-    """Lightning read its rank when the test process imported it; a Trainer sets it only later."""
-    module = sys.modules.get("lightning_utilities.core.rank_zero")
-    if module is not None:
-        module.rank_zero_only.rank = rank
-
-
-def _pickle_error(outcome: _Outcome) -> bytes:
-    try:
-        payload = pickle.dumps(outcome)
-        pickle.loads(payload)
-    except Exception:
-        substitute = RankFailure(f"{type(outcome.error).__name__}: {outcome.error}")
-        payload = pickle.dumps(_Outcome(None, substitute, outcome.traceback, outcome.time_s))
-    return payload
-
-
-# --------------------------------------------------------------------------------------
-# In the test process
-# --------------------------------------------------------------------------------------
-
-
-def _run_forked(
-    run_rank: Callable[[int], Any], num_ranks: int, folder: Path, timeout_s: float
-) -> list[Any]:
+def _run_forked(run_rank: Callable[[int], Any], num_ranks: int, folder: Path, timeout_s: float) -> list[Any]:
     context = multiprocessing.get_context("fork")
     deadline = time.monotonic() + timeout_s
     processes: list[BaseProcess] = [
-        context.Process(target=_rank_main, args=(run_rank, rank, folder), name=f"rank-{rank}")
+        context.Process(target=rank_main, args=(run_rank, rank, num_ranks, folder), name=f"rank-{rank}")
         for rank in range(num_ranks)
     ]
     sys.stdout.flush()
@@ -239,7 +136,7 @@ def _run_forked(
         stacks = _stacks(processes, folder) if timed_out else ""
     finally:
         ended_by_us = {rank for rank, process in enumerate(started) if _end(process)}
-    outcomes = [_read_outcome(folder, rank) for rank in range(num_ranks)]
+    outcomes = [read_outcome(folder, rank) for rank in range(num_ranks)]
     _raise_first_error(processes, outcomes, ended_by_us)
     if timed_out:
         raise RankTimeout(f"The {num_ranks} ranks did not end within {timeout_s:g} s.\n{stacks}")
@@ -257,7 +154,7 @@ def _wait(processes: list[BaseProcess], folder: Path, deadline: float) -> bool:
         wait([process.sentinel for process in running], timeout=remaining_s)
         for process in [process for process in running if not process.is_alive()]:
             running.remove(process)
-            outcome = _read_outcome(folder, processes.index(process))
+            outcome = read_outcome(folder, processes.index(process))
             if not failed and (outcome is None or outcome.error is not None):
                 failed = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -270,6 +167,9 @@ def _stacks(processes: list[BaseProcess], folder: Path) -> str:
     for rank, process in enumerate(processes):
         if not process.is_alive() or process.pid is None:
             parts.append(f"rank {rank}: had ended")
+            continue
+        if read_outcome(folder, rank) is not None:
+            parts.append(f"rank {rank}: had returned")
             continue
         stack = folder / f"{rank}.stack"
         until = time.monotonic() + 1.0
@@ -297,17 +197,8 @@ def _end(process: BaseProcess) -> bool:
     return alive
 
 
-def _read_outcome(folder: Path, rank: int) -> _Outcome | None:
-    path = folder / f"{rank}.outcome"
-    if not path.exists():
-        return None
-    outcome = pickle.loads(path.read_bytes())
-    assert isinstance(outcome, _Outcome)
-    return outcome
-
-
 def _raise_first_error(
-    processes: list[BaseProcess], outcomes: list[_Outcome | None], ended_by_us: set[int]
+    processes: list[BaseProcess], outcomes: list[Outcome | None], ended_by_us: set[int]
 ) -> None:
     """Raise the error that explains the others: a rank's own, then a death, then a lost peer."""
     world_size = len(processes)
@@ -334,7 +225,7 @@ def _raise_first_error(
         raise outcome.error
 
 
-def _returned(outcome: _Outcome | None) -> bool:
+def _returned(outcome: Outcome | None) -> bool:
     return outcome is not None and outcome.error is None
 
 

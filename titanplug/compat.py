@@ -5,6 +5,7 @@ Importing this module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -81,6 +82,33 @@ def on_import(module_name: str, callback: Callable[[], object]) -> None:
         callback()
     else:
         _finder.add(module_name, callback)
+
+
+def let_strategy_validate_settings() -> None:
+    """Ask a strategy that has ``validate_settings(world_size, precision)`` in the Trainer's constructor.
+
+    Lightning 2.6 judges the precision before it asks the strategy: it refuses with a list of its own
+    where the strategy is an instance, and on CPU it turns 16-mixed into bf16-mixed where the strategy is
+    given by name. Strategies without that method keep Lightning's rules. Done once for the process.
+    """
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+
+    connector_class = accelerator_connector._AcceleratorConnector
+    original = connector_class._validate_precision_choice
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def validate(connector: Any) -> None:
+        ask = getattr(connector.strategy, "validate_settings", None)
+        if ask is None:
+            original(connector)
+            return
+        plugin = connector._precision_plugin_flag
+        world_size = len(connector._parallel_devices) * connector._num_nodes_flag
+        ask(world_size, connector._precision_flag if plugin is None else plugin.precision)
+
+    connector_class._validate_precision_choice = validate  # type: ignore[method-assign]
 
 
 def _release(text: str) -> tuple[int, int]:

@@ -51,7 +51,9 @@ class ParallelDims:
             f"{axis}={degree!r}: a degree is an integer of at least 1, or -1 for the rest of the "
             f"processes. Set {axis} to one of these."
             for axis, degree in self.degrees.items()
-            if not isinstance(degree, int) or isinstance(degree, bool) or (degree < 1 and degree != -1)
+            if not isinstance(degree, int)
+            or isinstance(degree, bool)
+            or (degree < 1 and degree != -1)
         ]
         rest = [axis for axis, degree in self.degrees.items() if degree == -1]
         if len(rest) > 1:
@@ -96,7 +98,9 @@ class ParallelDims:
         return math.prod(self.degrees[axis] for axis in VIEWS[view])
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={n}" for axis, n in self.degrees.items() if n != 1) or "1 process"
+        return (
+            " x ".join(f"{axis}={n}" for axis, n in self.degrees.items() if n != 1) or "1 process"
+        )
 
 
 class Mesh:
@@ -121,7 +125,7 @@ class Mesh:
     def __getitem__(self, name: Axis | View) -> DeviceMesh:
         """The one-dimensional mesh of an axis or of a view."""
         if name in self._views:
-            return self._views[name]  # type: ignore[index]
+            return self._views[name]
         return self.device[name]
 
     @cached_property

@@ -9,6 +9,7 @@ Names are matched segment by segment with shell wildcards: ``layers.*.attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -148,20 +149,27 @@ class ParallelPlan:
 
     def merged(self, other: ParallelPlan) -> ParallelPlan:
         """Both plans as one, for a module that holds several models (a student and its teacher)."""
+        heads = self.heads or other.heads
+        if self.heads and other.heads:
+            # What divides both numbers of heads divides their greatest common divisor.
+            heads = (
+                math.gcd(self.heads[0], other.heads[0]),
+                math.gcd(self.heads[1], other.heads[1]),
+            )
         return ParallelPlan(
             tensor={**self.tensor, **other.tensor},
             fsdp_units=(*self.fsdp_units, *other.fsdp_units),
             pipeline=self.pipeline or other.pipeline,
             sequence_dims={**self.sequence_dims, **other.sequence_dims},
             checkpoint_units=(*self.checkpoint_units, *other.checkpoint_units),
-            heads=self.heads or other.heads,
+            heads=heads,
         )
 
     def __str__(self) -> str:
         lines = ["ParallelPlan"]
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and value:
                 lines += [f"  {item.name}:", *(f"    {key}: {val}" for key, val in value.items())]
             elif value:
                 lines.append(f"  {item.name}: {value}")
@@ -231,7 +239,7 @@ def resolve_plan(
         ConfigError: tensor parallel is asked for and no plan has tensor-parallel styles.
         TypeError: a hook returned something else than a plan.
     """
-    plan = given or _plan_of_hook(module) or _plan_of_models(module)
+    plan = given or _plan_of_hook(module) or plan_of_models(module)
     if plan is None:
         plan = ParallelPlan(fsdp_units=repeated_blocks(module))
     if needs_tensor and not plan.tensor:
@@ -246,10 +254,15 @@ def resolve_plan(
 
 def _plan_of_hook(module: nn.Module) -> ParallelPlan | None:
     hook = getattr(module, "configure_parallel_plan", None)
-    return None if hook is None else _checked(hook(), f"{type(module).__name__}.configure_parallel_plan")
+    return (
+        None
+        if hook is None
+        else _checked(hook(), f"{type(module).__name__}.configure_parallel_plan")
+    )
 
 
-def _plan_of_models(module: nn.Module) -> ParallelPlan | None:
+def plan_of_models(module: nn.Module) -> ParallelPlan | None:
+    """The plans of the models inside ``module`` that have ``parallel_plan``, merged; None without any."""
     plan: ParallelPlan | None = None
     owners: list[str] = []
     for name, child in module.named_modules():

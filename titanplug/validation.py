@@ -30,6 +30,8 @@ class RunFacts:
         seq_len: tokens in a row of the batch.
         sequence_parallel: whether tensor parallel splits the sequence between blocks.
         batch_size: rows that each data-parallel rank reads for a batch.
+        gradient_norm_type: p of the gradient norm.
+        timeout_s: seconds that a collective waits for a rank.
     """
 
     world_size: int | None = None
@@ -38,6 +40,8 @@ class RunFacts:
     seq_len: int | None = None
     sequence_parallel: bool = True
     batch_size: int | None = None
+    gradient_norm_type: float | str | None = None
+    timeout_s: float | None = None
 
 
 def validate_run(
@@ -64,17 +68,23 @@ def validate_run(
     except ConfigError as error:
         problems += error.problems
     problems += _unavailable_axes(pp=pp, cp=cp)
-    problems += validate_precision(facts.precision)
-    problems += _tensor_problems(tp, facts)
-    if facts.batch_size is not None and facts.batch_size < 1:
-        problems.append(
-            f"batch_size={facts.batch_size}: each data-parallel rank reads at least one row. Raise it."
-        )
     if dims is not None and facts.world_size is not None:
         try:
             dims = dims.resolve(facts.world_size)
         except ConfigError as error:
             problems += error.problems
+    problems += validate_precision(facts.precision)
+    # A tp of -1 is known where the rest of the processes is.
+    problems += _tensor_problems(tp if dims is None else dims.tp, facts)
+    if facts.batch_size is not None and facts.batch_size < 1:
+        problems.append(
+            f"batch_size={facts.batch_size}: each data-parallel rank reads at least one row. Raise it."
+        )
+    problems += _norm_problems(facts.gradient_norm_type)
+    if facts.timeout_s is not None and not facts.timeout_s > 0:
+        problems.append(
+            f"timeout_s={facts.timeout_s!r}: a collective waits for some seconds, above 0. Raise it."
+        )
     if problems:
         raise ConfigError(problems)
     assert dims is not None
@@ -100,6 +110,18 @@ def _unavailable_axes(**degrees: int) -> list[str]:
     ]
 
 
+def _norm_problems(norm_type: float | str | None) -> list[str]:
+    try:
+        if norm_type is None or float(norm_type) > 0:
+            return []
+    except ValueError:
+        pass  # not a number
+    return [
+        f"gradient_norm_type={norm_type!r}: it is the p of a p-norm, a number above 0 or 'inf' for the "
+        "largest absolute value. The usual one is 2.0."
+    ]
+
+
 def _tensor_problems(tp: int, facts: RunFacts) -> list[str]:
     if not isinstance(tp, int) or tp <= 1:
         return []
@@ -114,8 +136,9 @@ def _tensor_problems(tp: int, facts: RunFacts) -> list[str]:
         )
     if facts.seq_len is not None and facts.sequence_parallel and facts.seq_len % tp:
         lower = facts.seq_len - facts.seq_len % tp
+        allowed = [n for n in (lower, lower + tp) if n]
         problems.append(
             f"seq_len={facts.seq_len} with tp={tp}: sequence parallel splits the sequence over tp, so tp "
-            f"must divide it. Use seq_len={lower or tp} or {lower + tp}, or sequence_parallel=False."
+            f"must divide it. Use seq_len={' or '.join(map(str, allowed))}, or sequence_parallel=False."
         )
     return problems

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,8 +24,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
-from tests import conftest
-from tests.harness import RANK_VARIABLES, RankFailure, RankTimeout, reference, run_ranks
+from tests import conftest, rank_process
+from tests.harness import RankTimeout, reference, run_ranks
+from tests.rank_process import RANK_VARIABLES, RankFailure
 from titanplug.errors import ConfigError
 
 
@@ -129,7 +131,7 @@ def test_the_cause_comes_before_a_lost_peer_that_is_told_earlier() -> None:
         raise ZeroDivisionError("the cause")
 
     with pytest.raises(ZeroDivisionError, match="the cause"):
-        run_ranks(fail, 2)
+        run_ranks(fail, 2, init_process_group=False)
 
 
 def test_a_death_comes_before_a_lost_peer() -> None:
@@ -178,7 +180,7 @@ def test_a_hang_tells_where_each_rank_stands() -> None:
     with pytest.raises(RankTimeout, match=r"did not end within 2 s") as raised:
         run_ranks(hang, 2, timeout_s=2.0, init_process_group=False)
     assert time.monotonic() - started < 10
-    assert "rank 0: had ended" in str(raised.value)
+    assert "rank 0: had returned" in str(raised.value)
     assert "rank 1: still running" in str(raised.value)
     assert "in hang" in str(raised.value)
     assert children() == []
@@ -193,7 +195,21 @@ def test_ranks_that_wait_for_each_other_are_ended() -> None:
     assert str(raised.value).count("in wait_for_the_other") == 2
 
 
-def test_waiting_for_a_rank_that_is_done_names_that_rank() -> None:
+def test_a_rank_that_is_done_stays_for_the_others(tmp_path: Path) -> None:
+    def return_early(rank: int, world_size: int) -> bool:
+        if rank == 0:
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            return True
+        time.sleep(0.5)  # if rank 0 went now, a slower rank could not connect to it any more
+        first = psutil.Process(int((tmp_path / "pid").read_text()))
+        return first.status() != psutil.STATUS_ZOMBIE
+
+    assert run_ranks(return_early, 2) == [True, True]
+
+
+def test_waiting_for_a_rank_that_is_done_names_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "LINGER_S", 0.5)
+
     def wait_in_vain(rank: int, world_size: int) -> None:
         if rank == 1:
             dist.recv(torch.zeros(1), src=0)
@@ -296,9 +312,7 @@ def test_leaves_nothing():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are only seen on Linux")
-def test_a_test_that_leaves_a_process_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_test_that_leaves_a_process_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "LEFT_BEHIND_GRACE_S", 0.5)
     reports = run_pytest(tmp_path, LEAVES_PROCESSES)
     failed = {name: text for name, (outcome, text) in reports.items() if outcome == "failed"}
@@ -335,6 +349,26 @@ def test_slow_and_gpu_tests(options: list[str], slow: str, tmp_path: Path) -> No
         "test_gpu": "passed" if torch.cuda.is_available() else "skipped",
         "test_slow": slow,
     }
+
+
+def test_on_a_cuda_build_forks_come_before_autograd_and_both_before_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def item(name: str, *marks: str, **module: Any) -> Any:
+        marked = SimpleNamespace(name=name, module=SimpleNamespace(**module))
+        marked.get_closest_marker = lambda mark: mark if mark in marks else None
+        return marked
+
+    items = [
+        item("gpu", "gpu", run_ranks=None),
+        item("autograd"),
+        item("slow fork", "slow", reference=None),
+        item("fork", run_ranks=None),
+    ]
+    conftest.pytest_collection_modifyitems(items)
+    assert [marked.name for marked in items] == ["fork", "slow fork", "autograd", "gpu"]
 
 
 def run_pytest(folder: Path, source: str, *options: str) -> dict[str, tuple[str, str]]:

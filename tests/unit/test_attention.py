@@ -29,9 +29,7 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 99])
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_equals_its_definition(
-    kv_heads: int, window: int | None, documents: bool
-) -> None:
+def test_attention_equals_its_definition(kv_heads: int, window: int | None, documents: bool) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 4, 12, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, kv_heads, 12, 8, dtype=torch.float64)
@@ -45,9 +43,7 @@ def test_attention_equals_its_definition(
     context = SequenceContext(Rotary(8, 1e4), document_ids=ids)
     mask = context.attention_mask(query, window)
     assert (mask is None) == (ids is None and window in (None, 12, 99))
-    error = max_error(
-        causal_attention(query, key, value, mask), naive_attention(query, key, value, seen)
-    )
+    error = max_error(causal_attention(query, key, value, mask), naive_attention(query, key, value, seen))
     assert error < 1e-14
 
 

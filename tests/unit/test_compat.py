@@ -43,9 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("1.13.1", "2.11", False),
     ],
 )
-def test_require_torch(
-    installed: str, minimum: str, good: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_require_torch(installed: str, minimum: str, good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version", lambda _: installed)
     if good:
         compat.require_torch(minimum)

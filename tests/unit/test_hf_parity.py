@@ -208,12 +208,29 @@ def test_configuration_from_json_of_either_version() -> None:
     )
 
 
+@pytest.mark.parametrize(("used", "full_layers", "window"), [(False, 0, None), (True, 0, 5), (True, 3, None)])
+def test_a_window_in_json_counts_where_it_is_used(used: bool, full_layers: int, window: int | None) -> None:
+    given = MODELS["qwen2"][1].to_dict()
+    del given["layer_types"]
+    given |= {"use_sliding_window": used, "sliding_window": 5, "max_window_layers": full_layers}
+    assert config_from_hf(given).sliding_window == window
+
+
 def test_other_model_types_are_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
         config_from_hf(GPT2Config())
 
 
-def test_features_we_lack_are_refused_all_at_once() -> None:
+def test_features_of_llama_we_lack_are_refused_all_at_once() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(ConfigError) as error:
+        config_from_hf(LlamaConfig(**SIZES, mlp_bias=True, rope_parameters=rope))
+    assert len(error.value.problems) == 2
+    for text in ("mlp_bias=True", "partial_rotary_factor=0.5"):
+        assert text in str(error.value)
+
+
+def test_features_of_qwen_we_lack_are_refused_all_at_once() -> None:
     hf_config = Qwen3Config(
         **SIZES,
         attention_bias=True,
@@ -234,4 +251,8 @@ def test_an_incomplete_json_is_refused() -> None:
     given = MODELS["mistral"][1].to_dict()
     del given["rms_norm_eps"], given["num_key_value_heads"]
     with pytest.raises(ConfigError, match="no rms_norm_eps, num_key_value_heads"):
+        config_from_hf(given)
+    given = MODELS["llama3.1"][1].to_dict()
+    del given["rope_parameters"]["factor"]
+    with pytest.raises(ConfigError, match="rotary positions has no factor"):
         config_from_hf(given)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from titanplug.errors import ConfigError
 from titanplug.models import RopeScaling, Transformer, TransformerConfig, num_parameters
@@ -29,7 +29,10 @@ OURS = {"debug": (200_000, 600_000), "quickstart": (1_800_000, 2_000_000)}
 
 
 def preset(name: str, **changes: Any) -> TransformerConfig:
-    config: TransformerConfig = instantiate(OmegaConf.load(PRESETS / f"{name}.yaml"), **changes)
+    fields = OmegaConf.load(PRESETS / f"{name}.yaml")
+    assert isinstance(fields, DictConfig)
+    fields.pop("defaults")  # Hydra's: the schema
+    config: TransformerConfig = instantiate(fields, **changes)
     return config
 
 
@@ -108,6 +111,7 @@ def test_required_counts(field: str, value: object) -> None:
         ({"sliding_window": 0}, "sliding_window=0 is not a whole number"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 is not a finite number above 0"),
         ({"rope_theta": float("nan")}, "rope_theta=nan is not a finite number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf is not a finite number"),
         ({"init_std": "0.02"}, "init_std='0.02' is not a finite number"),
         ({"qk_norm": "yes"}, "qk_norm='yes' is not a flag"),
         ({"rope_scaling": {"factor": 8.0}}, "is a dict.*_target_: titanplug.models.RopeScaling"),
@@ -157,8 +161,8 @@ def test_wrong_rope_scaling_is_told_at_once() -> None:
         "rope_scaling.factor",
         "rope_scaling.low_freq_factor",
     ]
-    with pytest.raises(ConfigError, match=r"^rope_scaling.low_freq_factor=-1 is not a finite"):
-        RopeScaling(8.0, -1, 4.0, 8192)
+    with pytest.raises(ConfigError, match=r"^rope_scaling.low_freq_factor='1' is not a finite"):
+        RopeScaling(8.0, "1", 4.0, 8192)  # type: ignore[arg-type]
 
 
 def test_it_is_a_schema_for_omegaconf() -> None:

@@ -48,9 +48,7 @@ def test_the_wheel_holds_code_configuration_and_data(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {
-        name for name in names if ".dist-info/" not in name and Path(name).suffix in SHIPPED
-    } == expected
+    assert {name for name in names if ".dist-info/" not in name and Path(name).suffix in SHIPPED} == expected
     assert "titanplug/conf/__init__.py" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("conf/", "tests/"))]

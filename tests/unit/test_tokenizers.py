@@ -36,7 +36,7 @@ def save_hf(backend, path, **config):
 
 
 def build_metaspace():
-    """As Llama 2 has it: a space put in front, "▁" for spaces, bytes for what is not in the vocabulary."""
+    """As Llama 2 has it: a space put in front, "▁" for spaces, bytes where there is no token."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -61,7 +61,7 @@ def test_byte_and_bpe_give_the_text_back_and_count_its_bytes(bpe, text):
         assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eos_id for i in ids)
         encoded = tokenizer.encode_documents([text])[0]
         assert encoded.ids.tolist() == ids
-        # Exact for each token, not only in sum: the bytes up to any token are that much of the text.
+        # For each token, not only in sum: the bytes up to any token are that much of the text.
         ends = np.cumsum(encoded.num_bytes)
         for n, end in enumerate(ends, start=1):
             prefix = text.encode()[:end].decode("utf-8", errors="replace")
@@ -218,6 +218,20 @@ def test_bytes_are_exact_where_the_text_is_normalised(tmp_path):
     assert encoded[1].num_bytes.sum() == len(b"plain cat")
 
 
+@pytest.mark.parametrize(
+    ("offsets", "expected"),
+    [
+        ([(0, 1), (1, 2), (2, 5)], [1, 2, 6]),
+        ([(0, 0), (0, 1), (1, 2), (1, 2), (3, 4)], [0, 1, 2, 0, 6]),  # é in two tokens, space in none
+        ([(1, 2), (0, 1), (2, 4)], [3, 0, 6]),
+        ([], []),
+    ],
+)
+def test_bytes_by_offsets_add_up_to_the_text(offsets, expected):
+    counted = subword_module._count_bytes_by_offsets("aé 🙂 ", offsets)
+    assert counted.tolist() == expected
+
+
 def test_tokens_added_to_a_byte_level_vocabulary_count_their_own_bytes(bpe, tmp_path):
     bpe.save(tmp_path / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -236,7 +250,9 @@ def test_truncation_and_padding_in_a_file_are_ignored(bpe, tmp_path):
 
 
 def test_missing_and_broken_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.*there is no file.*Give the path of a tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere.*there is no file.*Give the path of a tokenizer"
+    ):
         HFTokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"there is no file '.*tokenizer\.json'"):
         HFTokenizer(str(tmp_path))

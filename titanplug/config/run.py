@@ -18,11 +18,11 @@ class PathsConfig:
 
     Args:
         runs: folder that holds the folders of all runs; relative to the working directory.
-        run_dir: folder of this run. Decided once, by the process that starts the run.
+        run_dir: folder of this run.
     """
 
     runs: str = "runs"
-    run_dir: str = "${hydra:runtime.output_dir}"
+    run_dir: str = "${paths.runs}/${name}/${run_id:}"
 
 
 @dataclass

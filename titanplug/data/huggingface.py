@@ -123,6 +123,8 @@ class HFDataModule(PackedDataModule):
         self.shuffle_block = shuffle_block
         self.batches_per_epoch = batches_per_epoch
         self.tokenizer_documents = tokenizer_documents
+        self._stream_loader: StreamDataLoader | None = None
+        self._stream_state: dict[str, Any] | None = None
         if problems := self._list_problems():
             raise ConfigError(problems)
 
@@ -175,7 +177,7 @@ class HFDataModule(PackedDataModule):
         stream.set_data_parallel(*self._data_parallel())
         # The length is the loader's own; it does not depend on workers.
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
-        return StreamDataLoader(
+        self._stream_loader = StreamDataLoader(
             stream,
             batch_size=self.options.batch_size,
             batches_per_epoch=self.batches_per_epoch,
@@ -183,6 +185,33 @@ class HFDataModule(PackedDataModule):
             pin_memory=self.options.resolved_pin_memory,
             seed=self.options.seed,
         )
+        if self._stream_state is not None:
+            self._stream_loader.load_state_dict(self._stream_state)
+            self._stream_state = None
+        return self._stream_loader
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The identity of the tokenizer; on one data-parallel rank, the position in the stream too.
+
+        Lightning keeps the states of loaders, but does not load them where an epoch was complete.
+        Of a data module it keeps what the first rank has, so several ranks cannot use this way.
+        """
+        state = super().state_dict()
+        if self._stream_loader is not None and self._data_parallel()[1] == 1:
+            state["stream"] = self._stream_loader.state_dict()
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check the tokenizer, and go on in the stream where ``state_dict`` was taken.
+
+        Raises:
+            ConfigError: the checkpoint was made with another tokenizer.
+        """
+        super().load_state_dict(state_dict)
+        if self._data_parallel()[1] == 1:
+            self._stream_state = state_dict.get("stream")
 
     @cached_property
     def _stream_bytes_per_token(self) -> float:

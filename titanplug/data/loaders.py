@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
@@ -49,6 +49,32 @@ class EpochRandomSampler(RandomSampler):
         yield from torch.randperm(self.num_samples, generator=generator).tolist()
 
 
+class _Place(NamedTuple):
+    """A place in the rows: an epoch, and the batches of it that are over.
+
+    ``trainer_epoch`` is the epoch as the trainer counts. After some checkpoints Lightning counts an
+    epoch in which it trained nothing; the order must not jump with it.
+    """
+
+    epoch: int = 0
+    trainer_epoch: int = 0
+    num_batches: int = 0
+
+
+class _SkippingSampler:
+    """The batches of indices of a loader, without the first ones of the running epoch."""
+
+    def __init__(self) -> None:
+        self.index_sampler: Any = None
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.index_sampler), self.skip, None)
+
+    def __len__(self) -> int:
+        return len(self.index_sampler)  # of the whole epoch
+
+
 class StatefulDataLoader(DataLoader[Row]):
     """A ``DataLoader`` over a dataset with a length whose position within an epoch can be saved.
 
@@ -74,12 +100,9 @@ class StatefulDataLoader(DataLoader[Row]):
         sampler: Sampler[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._skip = 0  # batches left out at the start of the running epoch
-        self._num_batches = 0  # batches of it that are over
-        self._epoch = 0
-        self._resume: tuple[int, int] | None = (
-            None  # epoch and batches, until the next epoch begins
-        )
+        self._place = _Place()
+        self._resume: _Place | None = None  # until the next iteration begins
+        self._skipping = _SkippingSampler()
         if shuffle:
             sampler = EpochRandomSampler(dataset, seed)
         if kwargs.get("generator") is None:
@@ -89,32 +112,33 @@ class StatefulDataLoader(DataLoader[Row]):
 
     @property
     def _index_sampler(self) -> _SkippingSampler:
-        return _SkippingSampler(super()._index_sampler, self)
+        self._skipping.index_sampler = super()._index_sampler
+        return self._skipping
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator: nothing happens before the first batch is asked for. Lightning makes the
         # iterator of a resumed run before it tells the sampler the epoch.
-        self._epoch = getattr(self.sampler, "epoch", self._epoch)
-        resume_epoch, resume_batch = self._resume or (self._epoch, 0)
+        self._place = self._find_start()
         self._resume = None
-        # The rest of an epoch that is not the running one (a limit on batches ended it) is left.
-        self._skip = resume_batch if resume_epoch == self._epoch else 0
-        # A batch sampler that a strategy put in may have been told by it where to go on.
-        told = getattr(self.batch_sampler, "skip", 0)
-        self._skip, self._num_batches = (0, told) if told else (self._skip, self._skip)
+        self._set_epoch(self._place.epoch)
+        self._skipping.skip = self._place.num_batches
+        if told := getattr(self.batch_sampler, "skip", 0):
+            # A batch sampler that a strategy put in, and told where to go on.
+            self._skipping.skip, self._place = 0, self._place._replace(num_batches=told)
         for batch in super().__iter__():
-            self._num_batches += 1
+            self._place = self._place._replace(num_batches=self._place.num_batches + 1)
             yield batch
-        self._skip = self._num_batches = 0
-        self._set_epoch(self._epoch + 1)
+        self._place = _Place(self._place.epoch + 1, self._place.trainer_epoch + 1)
+        self._set_epoch(self._place.trainer_epoch)
 
     def state_dict(self) -> dict[str, int]:
         """The position, the same on every data-parallel rank."""
-        epoch, num_batches = self._resume or (self._epoch, self._num_batches)
+        place = self._resume or self._place
         return {
-            "epoch": epoch,
-            "num_rows": num_batches * self._rows_per_batch,
+            "epoch": place.epoch,
+            "trainer_epoch": place.trainer_epoch,
+            "num_rows": place.num_batches * self._rows_per_batch,
             "dataset_rows": len(self.dataset),  # type: ignore[arg-type]  # typed without length
         }
 
@@ -140,11 +164,21 @@ class StatefulDataLoader(DataLoader[Row]):
                 f"{self._num_replicas} data-parallel ranks): no whole number of steps leads there. "
                 "Choose batch_size and data-parallel ranks whose product divides the position."
             )
-        epoch = state_dict["epoch"]
+        place = _Place(state_dict["epoch"], state_dict["trainer_epoch"], num_batches)
         if num_batches >= len(self):
-            epoch, num_batches = epoch + 1, 0
-        self._resume = (epoch, num_batches)
-        self._set_epoch(epoch)
+            place = _Place(place.epoch + 1, place.trainer_epoch + 1)
+        self._resume = place
+        self._set_epoch(place.trainer_epoch)
+
+    def _find_start(self) -> _Place:
+        trainer_epoch = getattr(self.sampler, "epoch", self._place.trainer_epoch)
+        if self._resume is None:
+            ahead = self._place.epoch - self._place.trainer_epoch
+            return _Place(trainer_epoch + ahead, trainer_epoch)
+        if self._resume.num_batches == 0 or self._resume.trainer_epoch == trainer_epoch:
+            return self._resume._replace(trainer_epoch=trainer_epoch)
+        # A limit on batches ended the epoch there: its rest is left.
+        return _Place(self._resume.epoch + 1, trainer_epoch)
 
     @property
     def _num_replicas(self) -> int:
@@ -156,20 +190,5 @@ class StatefulDataLoader(DataLoader[Row]):
         return (self.batch_size or 1) * self._num_replicas
 
     def _set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
-
-
-class _SkippingSampler:
-    """The batches of indices of a loader, without those that it skips."""
-
-    def __init__(self, index_sampler: Sampler[Any], loader: StatefulDataLoader) -> None:
-        self._index_sampler = index_sampler
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._index_sampler), self._loader._skip, None)
-
-    def __len__(self) -> int:
-        return len(self._index_sampler)  # type: ignore[arg-type]  # of the whole epoch

@@ -154,8 +154,7 @@ class BPETokenizer(SubwordTokenizer):
             ConfigError: the cache folder cannot be written to.
         """
         documents = read_documents()
-        settings = ["bpe 1", str(self.vocab_size), str(self.min_frequency)]
-        key = hash_parts([*settings, *documents])[:16]
+        key = hash_parts(["bpe 1", str(self.min_frequency), *documents])[:16]
         folder = cache_dir / "tokenizers" / f"bpe{self.vocab_size}-{key}"
         if not folder.is_dir():
             backend = self._train(documents)

@@ -9,11 +9,13 @@ Letters: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
 from torchmetrics import Metric
 
 IGNORE_INDEX = -100
@@ -82,6 +84,10 @@ class _NllMetric(Metric):
         """
         self.nll += nll.detach()
         self.count += count
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Module:
+        # `module.to(torch.bfloat16)` reaches metrics too; sums only follow the device.
+        return super()._apply(lambda value: value.to(fn(value).device), *args)
 
 
 class MeanLoss(_NllMetric):

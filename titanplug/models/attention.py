@@ -78,9 +78,7 @@ class SequenceContext:
             return build_mask(length, window, self.document_ids, query.device, query.dtype)
         key = (window, query.dtype)
         if key not in self._masks:
-            self._masks[key] = build_mask(
-                length, window, self.document_ids, query.device, query.dtype
-            )
+            self._masks[key] = build_mask(length, window, self.document_ids, query.device, query.dtype)
         return self._masks[key]
 
 
@@ -111,9 +109,7 @@ def build_mask(
     return mask.view(-1, 1, length, length)
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """Softmax attention; each key-value head serves H / Hkv query heads, without copies of it.
 
     Args:
@@ -148,9 +144,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         """(B, H, S, K), (B, Hkv, S, K), (B, Hkv, S, K) -> (B, H, S, K)."""
         return causal_attention(query, key, value, context.attention_mask(query, self.window))
 
@@ -193,8 +187,6 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         tables = context.rotary_tables(query)
         query, key = apply_rotary(query, tables), apply_rotary(key, tables)
-        heads = self.core(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context
-        )
+        heads = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context)
         mixed: Tensor = self.wo(heads.transpose(1, 2).reshape(batch, length, -1))
         return mixed

@@ -36,9 +36,7 @@ class RopeScaling:
         bad = _not_positive(self, "factor", "low_freq_factor", "high_freq_factor")
         problems |= bad
         if "factor" not in bad and self.factor < 1:
-            problems["factor"] = (
-                f"factor={self.factor!r} is below 1. It stretches positions. Give 1 or more."
-            )
+            problems["factor"] = f"factor={self.factor!r} is below 1. It stretches positions. Give 1 or more."
         if not bad and self.low_freq_factor >= self.high_freq_factor:
             problems["low_freq_factor"] = (
                 f"low_freq_factor={self.low_freq_factor!r} must be below "
@@ -169,9 +167,7 @@ def _not_positive(config: object, *names: str) -> dict[str, str]:
     return {
         name: f"{name}={value!r} is not a finite number above 0. Give one."
         for name, value in values.items()
-        if not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not (0 < value < math.inf)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < math.inf)
     }
 
 

@@ -56,9 +56,7 @@ _INNER = {
 _OUTER_BACK = {theirs: ours for ours, theirs in _OUTER.items()}
 _INNER_BACK = {theirs: ours for ours, theirs in _INNER.items()}
 
-_DEFAULT_THETA = (
-    10000.0  # what every one of these types means by a configuration without rope_theta
-)
+_DEFAULT_THETA = 10000.0  # what every one of these types means by a configuration without rope_theta
 
 
 def config_from_hf(hf_config: Any) -> TransformerConfig:
@@ -220,9 +218,7 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: TransformerConfig) -
         ConfigError: names that no parameter corresponds to.
     """
     # Llama 2 files hold the rotary frequencies, which are computed here.
-    weights = {
-        name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")
-    }
+    weights = {name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")}
     renamed = _renamed(weights, name_from_hf)
     if config.tie_embeddings and "tok_embeddings.weight" in renamed:
         renamed.setdefault("output.weight", renamed["tok_embeddings.weight"])

@@ -17,9 +17,7 @@ class Linear(nn.Linear):
         init_std: standard deviation of the initial weight.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, init_std: float
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, init_std: float) -> None:
         self.init_std = init_std  # first: torch's constructor calls reset_parameters
         super().__init__(in_features, out_features, bias=bias)
 

@@ -152,17 +152,14 @@ class Transformer(nn.Module):
             "norm": SequenceParallel(),
             "output": ColwiseParallel(input="sequence", output="logits"),
         }
-        if (
-            self.config.qk_norm
-        ):  # each rank norms its own heads: gradients of the scale are partial sums
+        if self.config.qk_norm:
+            # A rank norms its own heads only: the gradients of the scale are parts of a sum.
             tensor["layers.*.attention.q_norm"] = ReplicateParallel(partial_grad=True)
             tensor["layers.*.attention.k_norm"] = ReplicateParallel(partial_grad=True)
         return ParallelPlan(
             tensor=tensor,
             fsdp_units=("layers.*",),
-            pipeline=PipelineOrder(
-                first=("tok_embeddings",), layers="layers", last=("norm", "output")
-            ),
+            pipeline=PipelineOrder(first=("tok_embeddings",), layers="layers", last=("norm", "output")),
             sequence_dims={"input_ids": 1, "labels": 1, "positions": 1, "document_ids": 1},
             checkpoint_units=("layers.*",),
             heads=(self.config.num_heads, self.config.kv_heads),

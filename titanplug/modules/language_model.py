@@ -81,9 +81,9 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Mean loss over the targets, and their number, by which ranks and windows are weighed."""
-        nll, num_targets = token_nll(self(batch), batch["labels"])
+        nll, num_targets = token_nll(self.forward(batch), batch["labels"])
         loss = nll / num_targets.clamp(min=1)  # without targets 0, not 0/0
-        self.log("train_loss", loss.detach(), prog_bar=True)
+        self.log("train_loss", loss.detach())
         return {"loss": loss, "num_targets": num_targets}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -96,10 +96,10 @@ class LanguageModel(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The most likely next token after each token, (B, S) int64."""
-        return self(batch).argmax(-1)
+        return self.forward(batch).argmax(-1)
 
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
-        nll, num_targets = token_nll(self(batch), batch["labels"])
+        nll, num_targets = token_nll(self.forward(batch), batch["labels"])
         loss = getattr(self, f"{stage}_loss")
         loss.update(nll, num_targets)
         self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, prog_bar=True)

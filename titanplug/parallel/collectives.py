@@ -2,8 +2,7 @@
 
 Each has a forward and a backward rule; together they are the f and g operators of tensor parallel
 (Shoeybi et al. 2019, "Megatron-LM") and of sequence parallel (Korthikanti et al. 2022). They call
-torch's functional collectives by operator, so that a call costs few Python frames, and a compiler or a
-dispatch mode sees them.
+the process group itself, which costs no Python frames.
 
 Shapes: B batch, S sequence, D features, n ranks of the axis.
 """
@@ -18,20 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-_ops = torch.ops._c10d_functional
-
 
 @dataclass(frozen=True)
 class AxisGroup:
     """The process group of one axis, in the form that the operators take.
 
     Args:
-        name: name of the process group.
+        group: the process group.
         size: number of ranks n.
         rank: this process's position.
     """
 
-    name: str
+    group: dist.ProcessGroup
     size: int
     rank: int
 
@@ -39,7 +36,7 @@ class AxisGroup:
     def of(cls, mesh: DeviceMesh) -> AxisGroup:
         """The group of a one-dimensional mesh."""
         group = mesh.get_group()
-        return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
 
     def block(self, total: int) -> tuple[int, int]:
         """First index and length of this rank's block of ``total``; the last blocks may be short.
@@ -52,36 +49,48 @@ class AxisGroup:
 
 
 def all_reduce(x: Tensor, group: AxisGroup) -> Tensor:
-    """Sum over the axis."""
-    result: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.name))
-    return result
+    """Sum over the axis, as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.group.allreduce([total]).wait()
+    return total
+
+
+def _all_gather(x: Tensor, group: AxisGroup) -> Tensor:
+    """(k, ..) on each rank, contiguous, to (n k, ..)."""
+    gathered = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    group.group._allgather_base(gathered, x).wait()
+    return gathered
+
+
+def _reduce_scatter(x: Tensor, group: AxisGroup) -> Tensor:
+    """(n k, ..) on each rank, contiguous, to this rank's (k, ..) of the sum."""
+    block = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    group.group._reduce_scatter_base(block, x).wait()  # type: ignore[call-arg]
+    return block
 
 
 def all_gather_dim(x: Tensor, dim: int, group: AxisGroup) -> Tensor:
     """Blocks of equal length put together along ``dim``: (.., k, ..) on each rank to (.., n k, ..)."""
-    gathered: Tensor = _ops.wait_tensor(
-        _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
-    )
+    gathered = _all_gather(x.contiguous(), group)
     dim %= x.ndim
-    if dim == 0 or all(size == 1 for size in x.shape[:dim]):
-        # The blocks already lie one after the other.
-        return gathered.view(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
-    blocks = gathered.view(group.size, *x.shape).movedim(0, dim)
-    return blocks.reshape(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
+    shape = x.shape
+    whole = (*shape[:dim], group.size * shape[dim], *shape[dim + 1 :])
+    if gathered.shape == whole:
+        return gathered
+    if shape[:dim].numel() == 1:
+        # The blocks already lie one after the other. A result of an autograd function that is a view
+        # could not be written into (`x += y`), so this isn't one; nothing else holds its memory.
+        result: Tensor = torch.ops.aten._unsafe_view(gathered, whole)
+        return result
+    return gathered.view(group.size, *shape).movedim(0, dim).reshape(whole)
 
 
 def reduce_scatter_dim(x: Tensor, dim: int, group: AxisGroup) -> Tensor:
     """Sum over the axis, of which each rank keeps its block along ``dim``, whose length n divides."""
     dim %= x.ndim
     shape = (*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
-    blocks = x.view(*x.shape[:dim], group.size, *shape[dim:]) if x.is_contiguous() else None
-    if blocks is None:
-        blocks = x.reshape(*x.shape[:dim], group.size, *shape[dim:])
-    flat = blocks.movedim(dim, 0).contiguous().view(group.size * shape[0], *shape[1:])
-    result: Tensor = _ops.wait_tensor(
-        _ops.reduce_scatter_tensor(flat, "sum", group.size, group.name)
-    )
-    return result
+    blocks = x.reshape(*shape[:dim], group.size, *shape[dim:]).movedim(dim, 0).contiguous()
+    return _reduce_scatter(blocks.view(group.size * shape[0], *shape[1:]), group)
 
 
 class _Gather(torch.autograd.Function):
@@ -136,7 +145,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _GatherBlocks(torch.autograd.Function):
-    """Forward all-gather of blocks of unequal length, backward this rank's block.
+    """Forward all-gather of blocks, short ones padded to the longest; backward this rank's block.
 
     For results that every rank then uses alike, so that each holds the whole gradient.
     """
@@ -149,7 +158,7 @@ class _GatherBlocks(torch.autograd.Function):
         if missing:
             pad = x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])
             x = torch.cat([x, pad], dim)
-        return all_gather_dim(x, dim, group).narrow(dim, 0, total)
+        return all_gather_dim(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,4 +207,5 @@ def gather_blocks(x: Tensor, dim: int, total: int, group: AxisGroup) -> Tensor:
     result: Tensor = _GatherBlocks.apply(  # type: ignore[no-untyped-call]
         x, dim % x.ndim, total, group
     )
-    return result
+    # Outside of the function, whose result could otherwise not be written into.
+    return result if result.shape[dim] == total else result.narrow(dim, 0, total)

@@ -80,7 +80,9 @@ def global_gradient_norm(
             continue
         if infinite:
             # An empty shard has no largest value.
-            norms = torch._foreach_norm([grad for grad in grads if grad.numel()] or [total], norm_type)
+            norms = torch._foreach_norm(
+                [grad for grad in grads if grad.numel()] or [total], norm_type
+            )
             total = torch.maximum(total, torch.stack(norms).double().max())
         else:
             norms = torch._foreach_norm(grads, norm_type)

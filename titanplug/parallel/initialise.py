@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,8 @@ def materialize(root: nn.Module, device: torch.device, seed: int) -> None:
         raise ConfigError(problems)
     missing = {
         name: {
-            key for key, tensor in [*module._parameters.items(), *module._buffers.items()]
+            key
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]
             if tensor is not None and tensor.is_meta
         }
         for name, module in pending.items()
@@ -143,11 +145,12 @@ def _fill(
         torch.manual_seed(named_seed(seed, name))
         method(whole)
     for key in sorted(keys):
-        target = module._parameters.get(key)
-        if target is None:
-            target, value = module._buffers[key], whole._buffers[key]
-        else:
-            value = whole._parameters[key]
+        of, whole_of = (
+            (module._parameters, whole._parameters)
+            if key in module._parameters
+            else (module._buffers, whole._buffers)
+        )
+        target, value = of[key], whole_of[key]
         assert target is not None and value is not None
         if id(target) in done:  # tied: the first module in order decides, in every layout
             continue
@@ -166,7 +169,7 @@ def _copy_shard(target: Tensor, value: Tensor) -> None:
 def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """A module of the same class and settings whose own tensors are whole and uninitialised."""
     cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-    twin: nn.Module = cls.__new__(cls)
+    twin: Any = cls.__new__(cls)
     twin.__dict__.update(module.__dict__)
 
     def whole(tensor: Tensor) -> Tensor:
@@ -186,4 +189,4 @@ def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
         key: None if child is None else _whole_twin(child, torch.device("meta"))
         for key, child in module._modules.items()
     }
-    return twin
+    return twin  # type: ignore[no-any-return]

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from titanplug.parallel.collectives import AxisGroup, all_gather_dim, gather_blocks
+from titanplug.parallel.collectives import AxisGroup, gather_blocks
+from titanplug.parallel.cross_entropy import sharded_cross_entropy
 
 
 class ShardedLogits(Tensor):
@@ -30,7 +31,7 @@ class ShardedLogits(Tensor):
     def __new__(cls, local: Tensor, num_classes: int, group: AxisGroup) -> ShardedLogits:
         """Wrap ``local``; ``num_classes`` is V."""
         shape = (*local.shape[:-1], num_classes)
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         self.local, self.group = local, group
@@ -56,43 +57,55 @@ class ShardedLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None and isinstance(args[0], cls):
-            result = handler(func, *args, **kwargs)
+        if args and isinstance(args[0], cls):
+            handler = _HANDLERS.get(func)
+            result = NotImplemented if handler is None else handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if args and isinstance(args[0], cls) and _writes_in_place(func):
-            return args[0]._write(func, *args[1:], **kwargs)
+            if _writes_in_place(func):
+                return args[0]._write(func, *args[1:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.gather, (args, dict(kwargs)))
         return func(*args, **kwargs)
 
     def _write(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> ShardedLogits:
-        if any(isinstance(arg, Tensor) and arg.ndim for arg in (*args, *kwargs.values())):
-            raise TypeError(
-                f"`{func.__name__}` would write into logits that are sharded over the vocabulary. Write "
-                "`logits = logits ...` instead, or use TitanStrategy(loss_parallel=False)."
-            )
-        func(self.local, *args, **kwargs)
+        """Change the columns in place, also those of other tensors that share their memory."""
+        if func is Tensor.__setitem__ or _has_dims(args, kwargs):
+            # What is written has its place in the whole.
+            whole = self.gather().clone()
+            func(whole, *gather_logits(args), **gather_logits(kwargs))
+            start, width = self.group.block(self.shape[-1])
+            self.local.copy_(whole.narrow(-1, start, width))
+        else:
+            func(self.local, *args, **kwargs)
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(cls, cls.gather, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _writes_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
+    return func in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _has_dims(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor is among the arguments that isn't just a number."""
+    return any(isinstance(arg, Tensor) and arg.ndim for arg in (*args, *kwargs.values()))
 
 
 def _rewrap(logits: ShardedLogits, local: Tensor) -> ShardedLogits:
     return ShardedLogits(local, logits.shape[-1], logits.group)
 
 
-def _same_columns(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
+def _same_columns(
+    func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any
+) -> Any:
     """Casts, copies and other operations on each element: on the local columns."""
-    if any(isinstance(arg, Tensor) and arg.ndim for arg in (*args, *kwargs.values())):
+    if _has_dims(args, kwargs):
         return NotImplemented
     return _rewrap(logits, func(logits.local, *args, **kwargs))
 
@@ -117,12 +130,19 @@ def _flatten(
 
 
 def _index(func: Callable[..., Any], logits: ShardedLogits, index: Any) -> Any:
-    """Slices of the leading dims, as in ``logits[:, :-1]``."""
-    parts = index if isinstance(index, tuple) else (index,)
-    plain = all(isinstance(part, slice | int) for part in parts)
-    if not plain or len(parts) >= logits.ndim:
+    """Slices of the leading dims, as in ``logits[:, :-1]`` and ``logits[..., :-1, :]``."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if parts and parts[0] is ...:
+        parts[:1] = [slice(None)] * (logits.ndim - len(parts) + 1)
+    if len(parts) == logits.ndim and _is_slice(parts[-1]) and parts[-1] == slice(None):
+        parts.pop()
+    if len(parts) >= logits.ndim or not all(isinstance(p, int) or _is_slice(p) for p in parts):
         return NotImplemented
-    return _rewrap(logits, func(logits.local, index))
+    return _rewrap(logits, func(logits.local, tuple(parts)))
+
+
+def _is_slice(part: Any) -> bool:
+    return isinstance(part, slice)
 
 
 def _cross_entropy(
@@ -136,7 +156,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing
+    unusual = (
+        weight is not None or size_average is not None or reduce is not None or label_smoothing
+    )
     by_class = not target.is_floating_point() and logits.ndim == 2 and target.ndim == 1
     if unusual or not by_class or reduction not in ("none", "mean", "sum"):
         return NotImplemented
@@ -144,80 +166,26 @@ def _cross_entropy(
         logits.local, target, logits.shape[-1], logits.group, ignore_index=ignore_index
     )
     if reduction == "sum":
-        return losses.sum()
-    if reduction == "mean":
+        losses = losses.sum()
+    elif reduction == "mean":
         # 0/0 without targets, as the ordinary loss.
-        return losses.sum() / (target != ignore_index).sum()
-    return losses
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Negative log likelihood (N,) of targets (N,) from this rank's columns (N, V_local).
-
-    Each rank's log-sum-exp and target logit are gathered, two numbers a token; the log-sum-exp of those
-    is that of the whole row. Backward is local: softmax minus one-hot on this rank's columns.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, target: Tensor, num_classes: int, group: AxisGroup, ignore_index: int
-    ) -> Tensor:
-        start, width = group.block(num_classes)
-        column = target - start
-        mine = (column >= 0) & (column < width) & (target != ignore_index)
-        column = column.masked_fill(~mine, 0)
-        if width:
-            lse = torch.logsumexp(local, -1)
-            picked = local.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
-        else:
-            lse = local.new_full(target.shape, float("-inf"))
-            picked = torch.zeros_like(lse)
-        parts = all_gather_dim(torch.stack([lse, picked]).unsqueeze(0), 0, group)  # (n, 2, N)
-        lse = torch.logsumexp(parts[:, 0], 0)
-        ignored = target == ignore_index
-        ctx.save_for_backward(local, lse, column, mine, ignored)
-        return (lse - parts[:, 1].sum(0)).masked_fill(ignored, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        local, lse, column, mine, ignored = ctx.saved_tensors
-        grad = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)  # (N, 1)
-        result = torch.exp(local - lse.unsqueeze(-1)).mul_(grad)
-        if local.shape[-1]:
-            result.scatter_add_(-1, column.unsqueeze(-1), -grad * mine.unsqueeze(-1))
-        return result, None, None, None, None
-
-
-def sharded_cross_entropy(
-    local: Tensor, target: Tensor, num_classes: int, group: AxisGroup, *, ignore_index: int = -100
-) -> Tensor:
-    """Loss of each target, 0 where ignored, computed in float32 or better.
-
-    Args:
-        local: (N, V_local), this rank's columns of the logits.
-        target: (N,) classes from 0 to V - 1, or ``ignore_index``; equal on all ranks of the axis.
-        num_classes: V.
-        group: the tensor axis.
-        ignore_index: target that doesn't count.
-
-    Returns:
-        (N,) losses, equal on all ranks.
-    """
-    half = local.dtype in (torch.bfloat16, torch.float16)
-    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        local.float() if half else local, target, num_classes, group, ignore_index
-    )
+        losses = losses.sum() / (target != ignore_index).sum()
     # Autocast keeps losses in float32; without it a loss has the type of its logits.
-    return result.to(local.dtype) if half and not torch.is_autocast_enabled(local.device.type) else result
+    return losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
+
+
+def _of_local(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
+    """What autograd knows of the logits, and hooks on their gradient: of the local columns."""
+    return func(logits.local, *args, **kwargs)
+
+
+def _getters(*names: str) -> list[Callable[..., Any]]:
+    return [getattr(Tensor, name).__get__ for name in names]
 
 
 _METADATA = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    *_getters("shape", "device", "dtype", "layout", "ndim", "itemsize"),
+    *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"),
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
@@ -228,6 +196,15 @@ _METADATA = {
     torch.is_complex,
 }
 
+_INPLACE_OPERATORS = {
+    Tensor.__setitem__,
+    Tensor.__iadd__,
+    Tensor.__isub__,
+    Tensor.__imul__,
+    Tensor.__idiv__,
+    Tensor.__ipow__,
+}
+
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     Tensor.view: _view,
@@ -236,6 +213,13 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     Tensor.__getitem__: _index,
+    **dict.fromkeys(
+        (
+            *_getters("requires_grad", "grad_fn", "is_leaf", "_base"),
+            Tensor.register_hook,
+        ),
+        _of_local,
+    ),
     **dict.fromkeys(
         (
             Tensor.float,

@@ -13,6 +13,7 @@ sums over the axis. They are left local in backward and reduced in one collectiv
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,12 @@ class TensorParallelized:
     group: AxisGroup | None = None
 
 
+def dtensor_like(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor over ``local``; past the constructor, whose checks cost more than the rest."""
+    result: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return result
+
+
 class _LocalParameter(torch.autograd.Function):
     """The local shard of a parameter, whose gradient becomes a DTensor like the parameter."""
 
@@ -83,17 +90,50 @@ class _LocalParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> DTensor:
-        return DTensor(grads[0], ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        return dtensor_like(grads[0], ctx.spec)
 
 
 def local_parameter(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, differentiable; plain tensors are returned as they are."""
+    """This rank's shard of a parameter, differentiable; plain tensors are returned as they are.
+
+    The shard is a leaf of its own that hands its gradient to the parameter, which saves the many Python
+    calls of an autograd function and of DTensor's dispatch for each parameter. A parameter with hooks
+    takes part in the graph itself, so that they run.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
-    if not torch.is_grad_enabled() or not parameter.requires_grad:
-        return parameter._local_tensor
-    local: Tensor = _LocalParameter.apply(parameter)  # type: ignore[no-untyped-call]
-    return local
+    local = parameter._local_tensor
+    if not parameter.requires_grad or not torch.is_grad_enabled():
+        return local
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        hooked: Tensor = _LocalParameter.apply(parameter)  # type: ignore[no-untyped-call]
+        return hooked
+    leaf: Tensor | None = getattr(parameter, "_titanplug_leaf", None)
+    if leaf is None:
+        return _local_leaf(parameter)
+    if leaf.data_ptr() != local.data_ptr():
+        leaf.data = local  # the parameter has moved
+    return leaf
+
+
+def _local_leaf(parameter: DTensor) -> Tensor:
+    leaf = parameter._local_tensor.detach().requires_grad_()
+    owner = weakref.ref(parameter)
+
+    def hand_over(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        parameter = owner()
+        assert parameter is not None and grad is not None
+        own = parameter.grad
+        if own is None:
+            parameter.grad = dtensor_like(grad, parameter._spec)
+        else:
+            assert isinstance(own, DTensor)
+            own._local_tensor.add_(grad)
+
+    leaf.register_post_accumulate_grad_hook(hand_over)
+    parameter._titanplug_leaf = leaf  # type: ignore[attr-defined]
+    return leaf
 
 
 class _LocalForward:
@@ -124,7 +164,7 @@ class _ColwiseForward:
     group: AxisGroup
     features: int
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, x: Tensor) -> Tensor:
         entry = self.style.input or ("prepared" if self.prepared else "replicate")
         if entry == "sequence" and self.options.sequence_parallel:
             x = gather_from_shards(x, SEQUENCE_DIM, self.group)
@@ -270,7 +310,9 @@ def validate_styles(root: nn.Module, styles: dict[str, Style], tp: int) -> None:
     problems: list[str] = []
     for name, style in styles.items():
         problems += _style_problems(name, root.get_submodule(name), style, tp)
-    computing = [name for name, style in styles.items() if not isinstance(style, PrepareModuleInput)]
+    computing = [
+        name for name, style in styles.items() if not isinstance(style, PrepareModuleInput)
+    ]
     seen: set[int] = set()
     for owner, module in root.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -292,7 +334,9 @@ def _style_problems(name: str, module: nn.Module, style: Style, tp: int) -> list
     kind = type(module).__name__
     if isinstance(style, ColwiseParallel):
         if not isinstance(module, nn.Linear):
-            return [f"{name}: ColwiseParallel is for nn.Linear, and this is {kind}. Change the style."]
+            return [
+                f"{name}: ColwiseParallel is for nn.Linear, and this is {kind}. Change the style."
+            ]
         if style.output == "shard" and module.out_features % tp:
             return [_not_divisible(name, "out_features", module.out_features, tp)]
     if isinstance(style, RowwiseParallel):

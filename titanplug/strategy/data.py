@@ -14,7 +14,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titanplug.mesh import Mesh
-from titanplug.strategy.loaders import LockstepLoader, ShardedBatches, shard_map_loader
+from titanplug.strategy.loaders import LockstepLoader, shard_map_loader
+from titanplug.strategy.resume import continue_epoch, data_state
 
 
 class DataSharding:
@@ -35,9 +36,11 @@ class DataSharding:
         self._enabled: bool = wanted
         self._trainer = trainer
         self._mesh = mesh
-        self._seed = seed
+        self.seed = seed
         self._rank, self._size = mesh.rank("batch"), mesh["batch"].size()
         self._host_group: dist.ProcessGroup | None = None
+        self._saved: dict[str, Any] = {}
+        self._loader_states: list[Any] = []
 
     def shard(self, loader: Any) -> Any:
         """The loader, limited to the samples of this rank; called alike on all ranks."""
@@ -52,7 +55,7 @@ class DataSharding:
             shard_map_loader(
                 loader,
                 training=bool(self._trainer.training),
-                seed=self._seed,
+                seed=self.seed,
                 rank=self._rank,
                 size=self._size,
             )
@@ -81,7 +84,7 @@ class DataSharding:
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self._rank)
         if loader.generator is None:
-            loader.generator = torch.Generator().manual_seed(self._seed * 1009 + self._rank)
+            loader.generator = torch.Generator().manual_seed(self.seed * 1009 + self._rank)
 
     def _group(self) -> dist.ProcessGroup:
         """A group of the ``batch`` view that reduces CPU tensors, so that no device is waited for."""
@@ -90,32 +93,28 @@ class DataSharding:
             return group
         if self._host_group is None:
             ranks = dist.get_process_group_ranks(group)
-            self._host_group = dist.new_subgroups_by_enumeration(
-                _all_lines(ranks), backend="gloo"
-            )[0]
+            self._host_group = dist.new_subgroups_by_enumeration(_all_lines(ranks), backend="gloo")[0]
         return self._host_group
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to know of the data."""
+        return data_state(self._trainer, self.seed)
+
+    def load_state(self, state: dict[str, Any], loader_states: list[Any]) -> None:
+        """Take over from a checkpoint; called before there are loaders.
+
+        Args:
+            state: what :meth:`state` returned; empty where another strategy wrote the checkpoint.
+            loader_states: the states of loaders that have one.
+        """
+        self._saved, self._loader_states = state, loader_states
+        self.seed = state.get("seed", self.seed)
+
     def resume(self) -> None:
-        """Start the epoch of a resumed run at the batch after the last one that was run."""
-        fit: Any = self._trainer.fit_loop
-        combined = fit._combined_loader
-        if combined is None or not (fit.restarting or fit.epoch_loop.restarting):
-            return
-        consumed = fit.epoch_loop.batch_progress.current.ready
-        if consumed >= fit.max_batches:
-            consumed = 0  # the epoch was complete
-        epoch = fit.epoch_progress.current.processed
-        sharded = [
-            batches
-            for loader in combined.flattened
-            if isinstance(batches := getattr(loader, "batch_sampler", None), ShardedBatches)
-        ]
-        if not sharded:
-            return
-        for batches in sharded:
-            batches.skip = consumed
-            batches.sampler.set_epoch(epoch)
-        iter(fit._data_fetcher)
+        """Start the training of a resumed run where it stood; called before the first batch."""
+        saved, self._saved = self._saved, {}
+        loader_states, self._loader_states = self._loader_states, []
+        continue_epoch(self._trainer, saved, loader_states)
 
 
 def _all_lines(own: list[int]) -> list[list[int]]:

@@ -61,6 +61,7 @@ class GradientWindow:
         self._length = 1
         self._open = False
         self._norm: tuple[int, Tensor] | None = None
+        self._partial: list[nn.Parameter] | None = None
         self._groups: dict[int, tuple[int, list[GradientGroup]]] = {}
 
     @property
@@ -84,7 +85,9 @@ class GradientWindow:
         self._open = False
         group = self._layout.tensor.group
         if group is not None and self._layout.tensor.partial_gradients:
-            reduce_partial_gradients(self._layout.partial_parameters(self._module), group)
+            if self._partial is None:
+                self._partial = self._layout.partial_parameters(self._module)
+            reduce_partial_gradients(self._partial, group)
         factor = self._weights.correction(self._length, self._device)
         if factor is not None:
             scale_gradients([p for opt in optimizers for p in _parameters(opt)], factor)
@@ -94,7 +97,10 @@ class GradientWindow:
         """Global norm of the gradients of ``optimizer``, before clipping; a collective, cached."""
         if self._norm is None or self._norm[0] != id(optimizer):
             groups = self._grouped(optimizer)
-            self._norm = (id(optimizer), global_gradient_norm(groups, self._norm_type, self._device))
+            self._norm = (
+                id(optimizer),
+                global_gradient_norm(groups, self._norm_type, self._device),
+            )
         return self._norm[1]
 
     def clip(self, optimizer: Optimizer, limit: float, *, by_value: bool) -> None:

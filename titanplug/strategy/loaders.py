@@ -112,6 +112,13 @@ class ShardedBatches:
         """Share of the batch with this index in the epoch."""
         return self._shares[index] if index < len(self._shares) else None
 
+    @property
+    def global_batch(self) -> tuple[int, str]:
+        """What all ranks read together for a batch: a number of rows, or of the user's own batches."""
+        if self.batches is not None:
+            return self.size, "batches"
+        return self.size * self.batch_size, "rows"
+
     def __len__(self) -> int:
         if self.batches is not None:
             return -(-len(self.batches) // self.size)  # type: ignore[arg-type]
@@ -124,11 +131,11 @@ class ShardedBatches:
         groups = self._cut() if self.batches is None else self._deal(self.batches)
         for index, parts in enumerate(groups):
             mine = parts[self.rank]
-            total = sum(_num_rows(part) for part in parts)
-            self._shares.append(Share(_num_rows(mine), total))
+            rows = [_num_rows(part) for part in parts]
+            self._shares.append(Share(rows[self.rank], sum(rows)))
             if index < skip:
                 continue
-            if _num_rows(mine) == 0:
+            if rows[self.rank] == 0:
                 stand_in = next(part for part in parts if _num_rows(part))
                 mine = stand_in[:1] if isinstance(stand_in, list) else stand_in
             yield mine
@@ -149,6 +156,16 @@ class ShardedBatches:
 
 def _num_rows(part: Any) -> int:
     return len(part) if isinstance(part, list | tuple) else 1
+
+
+def sharded_batches(loader: Any) -> ShardedBatches | None:
+    """The part of a loader that deals batches to ranks, where :func:`shard_map_loader` put one in."""
+    for holder in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        # Lightning wraps the batch sampler of a predict loader to record indices.
+        for candidate in (holder, getattr(holder, "_batch_sampler", None)):
+            if isinstance(candidate, ShardedBatches):
+                return candidate
+    return None
 
 
 class LockstepLoader:

@@ -152,9 +152,7 @@ def _clean_gradients(start: Node | None, empty: Tensor) -> None:
     """
 
     def clean(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if grad is None else grad.masked_fill(empty.to(grad.device), 0) for grad in grads
-        )
+        return tuple(None if grad is None else grad.masked_fill(empty.to(grad.device), 0) for grad in grads)
 
     pending, seen = [start], set()
     while pending:
@@ -162,7 +160,7 @@ def _clean_gradients(start: Node | None, empty: Tensor) -> None:
         if node is None or node in seen or not _has_small_gradients(node):
             continue
         seen.add(node)
-        node.register_prehook(clean)  # type: ignore[arg-type]
+        node.register_prehook(clean)
         pending += [parent for parent, _ in node.next_functions]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
     from titanplug.strategy.strategy import TitanStrategy
 
 
-class _GlobalClipping:
+class _GlobalGradients(Precision):
     """Leaves clipping to the strategy, which knows what other ranks hold."""
 
     strategy: TitanStrategy
+
+    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        result = super()._wrap_closure(model, optimizer, closure)
+        self.strategy.before_update(optimizer)
+        return result
 
     def clip_gradients(
         self,
@@ -33,15 +39,15 @@ class _GlobalClipping:
         self.strategy.clip_gradients(optimizer, float(clip_val), by_value=by_value)
 
 
-class FullPrecision(_GlobalClipping, Precision):
+class FullPrecision(_GlobalGradients):
     """32-true: everything in float32."""
 
 
-class Bf16Mixed(_GlobalClipping, MixedPrecision):
+class Bf16Mixed(_GlobalGradients, MixedPrecision):
     """bf16-mixed: float32 master weights and gradient reduction, autocast to bfloat16."""
 
 
-class Bf16True(_GlobalClipping, HalfPrecision):
+class Bf16True(_GlobalGradients, HalfPrecision):
     """bf16-true: weights and activations in bfloat16; gradients are reduced in float32."""
 
 
@@ -51,7 +57,7 @@ def build_precision(plugin: Precision | None, strategy: TitanStrategy) -> Precis
     Raises:
         ConfigError: the plugin is none of those that are supported.
     """
-    if isinstance(plugin, _GlobalClipping):
+    if isinstance(plugin, _GlobalGradients):
         built: Any = plugin
     elif plugin is None or type(plugin) is Precision:
         built = FullPrecision()

@@ -9,7 +9,7 @@ store, which costs nothing until it is used:
 3. when all know, the first to see it names the optimizer step after the next as the last.
 
 Ranks are never more than one optimizer step apart, since each step needs them all, so each of them reads
-that number before it gets there.
+that number before it gets there. Evaluation has no state worth keeping and ends at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 _LOOK_EVERY_S = 1.0
@@ -50,9 +51,13 @@ class GracefulStop:
         if not self._signalled and launcher is not None:
             launcher.kill(signal.Signals(signum))
         self._signalled = True
+        if self._trainer.world_size == 1:
+            self._trainer._signal_connector.received_sigterm = True  # read after every batch
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            raise SIGTERMException
 
     def check(self) -> None:
-        """Called before every training batch.
+        """Called before every training batch where there are several ranks.
 
         Raises:
             SIGTERMException: this is the agreed place to stop, on every rank.
@@ -70,8 +75,6 @@ class GracefulStop:
             raise SIGTERMException
 
     def _should_stop(self, step: int) -> bool:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._signalled
         store = dist.distributed_c10d._get_default_store()
         noted, known, last = (f"{self._prefix}/{key}" for key in ("noted", "known", "last"))
         if not self._signalled and not store.check([noted]):

@@ -49,7 +49,7 @@ class Steps:
         self._mesh: Mesh = layout.mesh
         self._window = window
         self._device = device
-        self._seeds = (named_seed(seed, "train"), named_seed(seed, "evaluate"))
+        self.set_seed(seed)
         size = layout.mesh["loss"].size()
         self.logs = StepLogs(module, layout.mesh.group("loss"), size, device)
         self._served: dict[int, int] = {}
@@ -147,13 +147,18 @@ class Steps:
         return gather_logits(output) if self._gathers_logits and output is not None else output
 
     def _is_log_step(self) -> bool:
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer: Any = self._trainer  # some of its attributes are set from outside its class
+        loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop._should_accumulate():
             return False
         due = (loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
-        return due or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        return due or bool(trainer.fast_dev_run)
 
     # ---------------------------------------------------------------- random state
+
+    def set_seed(self, seed: int) -> None:
+        """Draw random numbers as the run with this seed."""
+        self._seeds = (named_seed(seed, "train"), named_seed(seed, "evaluate"))
 
     def _seed_evaluation(self) -> None:
         batch = self._served.get(self._loader_idx, 0) * self._mesh["batch"].size()
@@ -205,10 +210,14 @@ def _gather_in_turn(mine: list[Any], group: dist.ProcessGroup) -> list[Any]:
 
 
 def _shares_of(loader: Any) -> HasShares | None:
-    for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+    for holder in (
+        loader,
+        getattr(loader, "batch_sampler", None),
+        getattr(loader, "sampler", None),
+    ):
         for candidate in (holder, getattr(holder, "_batch_sampler", None)):
             if hasattr(type(candidate), "share"):
-                return candidate  # type: ignore[no-any-return]
+                return candidate
     return None
 
 
@@ -222,5 +231,3 @@ def _set_forward(module: torch.nn.Module, forward: Any) -> None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = forward
-
-

@@ -24,24 +24,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from titanplug.compat import let_strategy_validate_settings
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh, ParallelDims
 from titanplug.parallel.fsdp import free_gathered, set_gradient_sync
+from titanplug.parallel.local_optimizer import LocalShards, is_elementwise
 from titanplug.parallel.parallelize import Parallelized, parallelize
 from titanplug.parallel.tensor import TensorOptions
-from titanplug.plan import ParallelPlan, resolve_plan
+from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
 from titanplug.strategy import checkpoint as checkpoints
+from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
 from titanplug.strategy.gradient_window import GradientWindow
-from titanplug.strategy.launcher import ScriptLauncher, record_error
+from titanplug.strategy.launcher import ScriptLauncher
 from titanplug.strategy.metrics import set_metric_group
 from titanplug.strategy.precision import build_precision, shard_options
+from titanplug.strategy.profiler import replace_idle_profiler
 from titanplug.strategy.reductions import reduce_tensor
+from titanplug.strategy.resume import STATE_KEY
 from titanplug.strategy.signals import GracefulStop
 from titanplug.strategy.steps import Steps
 from titanplug.validation import RunFacts, validate_run
 
 _LAYOUT = "_titanplug_layout"
+
+let_strategy_validate_settings()
 
 
 class TitanStrategy(ModelParallelStrategy):
@@ -95,10 +102,9 @@ class TitanStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        validate_run(RunFacts(), dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp)
-        super().__init__(
-            process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s)
-        )
+        facts = RunFacts(gradient_norm_type=gradient_norm_type, timeout_s=timeout_s)
+        validate_run(facts, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp)
+        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
         self.parallel_dims = ParallelDims(pp, dp_replicate, dp_shard, cp, tp)
         self._given_plan = plan
         self._tensor_options = TensorOptions(sequence_parallel, loss_parallel)
@@ -112,6 +118,8 @@ class TitanStrategy(ModelParallelStrategy):
         self._layout: Parallelized | None = None
         self._window: GradientWindow | None = None
         self._steps: Steps | None = None
+        self._local_shards: dict[Optimizer, LocalShards] = {}
+        self._after_exception = AfterException()
         self._runs = 0
 
     # ---------------------------------------------------------------- what others may ask
@@ -120,9 +128,7 @@ class TitanStrategy(ModelParallelStrategy):
     def mesh(self) -> Mesh:
         """The mesh; there once the processes are connected."""
         if self._mesh is None:
-            raise RuntimeError(
-                "The mesh is made when a Trainer call starts; it isn't there before that."
-            )
+            raise RuntimeError("The mesh is made when a Trainer call starts; it isn't there before that.")
         return self._mesh
 
     @property
@@ -184,7 +190,8 @@ class TitanStrategy(ModelParallelStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = build_precision(plugin, self)
+        # None in the constructor: Lightning would take a plugin there for the user's choice.
+        self._precision_plugin = None if plugin is None else build_precision(plugin, self)
 
     @property
     @override
@@ -201,21 +208,24 @@ class TitanStrategy(ModelParallelStrategy):
             )
         self._checkpoint_io = io
 
-    @override
-    def _configure_launcher(self) -> None:
-        # Devices, nodes and precision are known now, in the Trainer's constructor.
+    def validate_settings(self, world_size: int, precision: str) -> None:
+        """Check the layout against the Trainer's settings and settle a degree of -1.
+
+        Called in the Trainer's constructor, as soon as these are known.
+
+        Raises:
+            ConfigError: they don't fit; all problems at once.
+        """
+        heads = None if self._given_plan is None else self._given_plan.heads
         self.parallel_dims = validate_run(
-            RunFacts(
-                world_size=self.num_processes * self.num_nodes,
-                precision=self.precision_plugin.precision,
-            ),
+            RunFacts(world_size=world_size, precision=precision, heads=heads),
             **self.parallel_dims.degrees,
         )
+
+    @override
+    def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -227,12 +237,17 @@ class TitanStrategy(ModelParallelStrategy):
                 + (" `pytorch_lightning` is imported here." if "pytorch_lightning" in sys.modules else "")
             )
         super().connect(model)
+        plan = self._given_plan or plan_of_models(model)
+        if plan is not None and _LAYOUT not in model.__dict__:
+            # The model is there already: no need to wait until the processes have met.
+            validate_run(RunFacts(heads=plan.heads), **self.parallel_dims.degrees)
 
     # ---------------------------------------------------------------- set-up
 
     @override
     def setup_environment(self) -> None:
         self._setup_distributed()
+        self._after_exception = AfterException()
         if self._mesh is None:
             self._mesh = Mesh(self.parallel_dims, self.root_device.type)
             given = os.environ.get("PL_GLOBAL_SEED")
@@ -241,13 +256,17 @@ class TitanStrategy(ModelParallelStrategy):
         self._device_mesh = self._mesh.device
         self._module._device_mesh = self._mesh.device
         trainer = self._module.trainer
+        replace_idle_profiler(trainer)
         self._data = DataSharding(trainer, self._mesh, self._seed)
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         meta = self._meta_init if empty_init is None else empty_init
-        with torch.device("meta") if meta else nullcontext(), self.precision_plugin.tensor_init_context():
+        with (
+            torch.device("meta") if meta else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     @override
@@ -269,9 +288,7 @@ class TitanStrategy(ModelParallelStrategy):
         )
         if self._steps is not None:
             self._steps.logs.uninstall()
-        self._steps = Steps(
-            trainer, module, self._layout, self._window, self._seed, self.root_device
-        )
+        self._steps = Steps(trainer, module, self._layout, self._window, self._seed, self.root_device)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -301,9 +318,7 @@ class TitanStrategy(ModelParallelStrategy):
                 )
             return layout
         plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
-        validate_run(
-            RunFacts(world_size=self.world_size, heads=plan.heads), **self.parallel_dims.degrees
-        )
+        validate_run(RunFacts(world_size=self.world_size, heads=plan.heads), **self.parallel_dims.degrees)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -314,9 +329,7 @@ class TitanStrategy(ModelParallelStrategy):
             device=self.root_device,
             seed=self._seed,
             tensor=self._tensor_options,
-            shard=shard_options(
-                self.precision_plugin, reshard_after_forward=self._reshard_after_forward
-            ),
+            shard=shard_options(self.precision_plugin, reshard_after_forward=self._reshard_after_forward),
         )
         module.__dict__[_LAYOUT] = layout
         return layout
@@ -334,9 +347,7 @@ class TitanStrategy(ModelParallelStrategy):
         return self._data.shard(dataloader)
 
     @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if not self._module.trainer.training:
             self._running.count_batch(dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -395,9 +406,7 @@ class TitanStrategy(ModelParallelStrategy):
         length = trainer.accumulate_grad_batches if automatic else 1
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(
-            self._gradients.scale(closure_loss, length), module, optimizer, *args, **kwargs
-        )
+        plugin.backward(self._gradients.scale(closure_loss, length), module, optimizer, *args, **kwargs)
         # A manual step may call backward again: its gradients are final when they are used.
         if automatic and not trainer.fit_loop._should_accumulate():
             self._gradients.finish(self.optimizers)
@@ -406,12 +415,27 @@ class TitanStrategy(ModelParallelStrategy):
         return closure_loss
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if not self._module.automatic_optimization:
             self._gradients.finish(self.optimizers)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            if optimizer in self._local_shards:
+                self._local_shards[optimizer].exit()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Called by the precision plugin when gradients are final, right before the update."""
+        shards = self._local_shards.get(optimizer)
+        if shards is None and is_elementwise(optimizer):
+            shards = self._local_shards[optimizer] = LocalShards(optimizer)
+        if shards is not None:
+            shards.enter()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._local_shards = {}
+        super().setup_optimizers(trainer)
 
     def clip_gradients(self, optimizer: Optimizer, limit: float, *, by_value: bool = False) -> None:
         """Clip all gradients of ``optimizer`` by their one global norm, or each element by value.
@@ -455,16 +479,23 @@ class TitanStrategy(ModelParallelStrategy):
         return self.mesh.group("loss") if everyone and self._mesh is not None else group
 
     @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._after_exception.is_alone:
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._after_exception.is_alone else super().broadcast(obj, src)
+
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._after_exception.is_alone:
+            return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
 
     # ---------------------------------------------------------------- checkpoints
-
-    @property
-    def _position(self) -> str:
-        return f"{self.dp_rank} of {self.dp_size}"
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -476,37 +507,49 @@ class TitanStrategy(ModelParallelStrategy):
         return checkpoints.optimizer_state(self._module, inner)
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError(
                 "save_checkpoint(storage_options=...): TitanStrategy writes its checkpoints itself and "
                 "takes no storage options. Leave it out."
             )
+        if not self._after_exception.may_save(self._module.trainer):
+            return
+        assert self._data is not None
         path = Path(self.broadcast(str(filepath)))
-        checkpoints.save(checkpoint, path, self._position)
+        checkpoint[STATE_KEY] = self._data.state()
+        checkpoints.save(checkpoint, path, (self.dp_rank, self.dp_size))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(str(checkpoint_path)))
-        module = self._module
+        module, launcher = self._module, self._launcher
         free_gathered(self._laid_out.fsdp_units)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load(
+        if weights_only is None and isinstance(launcher, ScriptLauncher):
+            weights_only = launcher.weights_only
+        rest = checkpoints.load(
             path,
             module,
             self.optimizers if fitting else [],
-            self._position,
+            (self.dp_rank, self.dp_size),
             strict=module.strict_loading,
             weights_only=weights_only,
         )
+        state = rest.pop(STATE_KEY, {})
+        if fitting:
+            assert self._data is not None
+            self._data.load_state(state, checkpoints.loader_states(rest))
+            self._running.set_seed(self._data.seed)
+        return rest
 
     # ---------------------------------------------------------------- end
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        record_error(self.global_rank, exception)
+        # After the callbacks, which may save with all ranks. On SIGTERM every rank ends by itself.
+        if isinstance(self._launcher, ScriptLauncher) and not isinstance(exception, SystemExit):
+            self._launcher.end_children()
 
     @override
     def teardown(self) -> None:

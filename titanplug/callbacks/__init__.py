@@ -1,0 +1,9 @@
+"""Lightning callbacks: what a run prints, logs and leaves behind. They work under any strategy."""
+
+from titanplug.callbacks.gradient_norm import GradientNorm
+from titanplug.callbacks.layout_summary import LayoutSummary
+from titanplug.callbacks.loss_curve import LossCurve
+from titanplug.callbacks.run_summary import RunSummary
+from titanplug.callbacks.step_lines import StepLines
+
+__all__ = ["GradientNorm", "LayoutSummary", "LossCurve", "RunSummary", "StepLines"]

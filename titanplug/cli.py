@@ -1,0 +1,42 @@
+"""The command ``titanplug``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import titanplug
+
+USAGE = """\
+usage: titanplug COMMAND [arguments]
+
+4D parallelism for an ordinary LightningModule.
+
+Commands:
+  train    train a model:  titanplug train experiment=quickstart
+
+titanplug COMMAND --help tells more; titanplug --version the version.
+"""
+
+
+def main() -> None:
+    """Run a command. Exit code 2 where there is no such command."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+    elif command == "--version":
+        print(titanplug.__version__)
+    elif command == "train":
+        # As with `python -m`, modules in the working directory can be named in `_target_`.
+        sys.path.insert(0, os.getcwd())
+        sys.argv = [f"{sys.argv[0]} train", *arguments]
+        from titanplug.train import main as train
+
+        train()
+    else:
+        print(f"titanplug: there is no command {command!r}.\n\n{USAGE}", end="", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""What is checked before a run starts: everything that can be known without starting it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from titanplug.config import SCHEMAS, run
+from titanplug.errors import ConfigError
+
+TRANSFORMER = "titanplug.models.TransformerConfig"
+STRATEGY = "titanplug.strategy.TitanStrategy"
+AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+CHOICES = {
+    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
+    "trainer.gradient_clip_algorithm": (None, "norm", "value"),
+    "trainer.profiler": (None, "simple", "advanced", "pytorch"),
+}
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that has passed the checks.
+
+    Args:
+        config: plain containers, nothing left to resolve.
+        devices: processes on each node.
+        num_nodes: machines.
+    """
+
+    config: dict[str, Any]
+    devices: int
+    num_nodes: int
+
+
+def resolve_run(config: DictConfig, run_dir: Path) -> ResolvedRun:
+    """Check a composed configuration and resolve it for good.
+
+    Args:
+        config: as Hydra composed it.
+        run_dir: folder of the run.
+
+    Raises:
+        ConfigError: all that is wrong with it, at once.
+    """
+    config = config.copy()
+    config.paths.run_dir = str(run_dir)
+    problems = [*_unknown_keys(config), *_wrong_choices(config)]
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = error.full_key
+        raise ConfigError(
+            [*problems, f"{key} has no value, and a run needs one. Give it: {key}=..."]
+        ) from None
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError([*problems, f"{error.full_key}: {text}. Correct it."]) from None
+    assert isinstance(plain, dict)
+    resolved: dict[str, Any] = {str(key): value for key, value in plain.items()}
+    devices, nodes = _count_devices(resolved["trainer"], problems), resolved["trainer"]["num_nodes"]
+    _check_model(resolved, devices * nodes, problems)
+    if problems:
+        raise ConfigError(problems)
+    return ResolvedRun(resolved, devices, nodes)
+
+
+def suggest(key: str, known: Sequence[str]) -> str:
+    """A hint for a key that isn't known."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def _unknown_keys(config: DictConfig) -> Iterator[str]:
+    """Keys that were added with ``+`` to what has a schema; constructors would refuse them later."""
+    schemas = {run.TrainConfig, run.TrainerConfig, run.PathsConfig, run.PrecisionConfig}
+    schemas |= {schema for group in SCHEMAS.values() for schema in group.values()}
+    for name, node in _nodes("", config):
+        schema = OmegaConf.get_type(node)
+        if not is_dataclass(schema) or schema not in schemas:
+            continue
+        known = [item.name for item in fields(schema)]
+        for key in map(str, node):
+            if key not in known:
+                yield (
+                    f"{name}{key}: there is no such key. {suggest(key, known)}"
+                    f"Keys of {name.rstrip('.') or 'the configuration'}: "
+                    f"{', '.join(item for item in known if not item.startswith('_'))}."
+                )
+
+
+def _nodes(prefix: str, config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    yield prefix, config
+    for key in config:
+        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)):
+            continue
+        child = config[key]
+        if isinstance(child, DictConfig):
+            yield from _nodes(f"{prefix}{key}.", child)
+
+
+def _wrong_choices(config: DictConfig) -> list[str]:
+    problems = []
+    for key, allowed in CHOICES.items():
+        value = OmegaConf.select(config, key)
+        if value not in allowed:
+            shown = ", ".join("null" if item is None else item for item in allowed)
+            problems.append(f"{key}={value}: there is no such choice. Choose one of: {shown}.")
+    return problems
+
+
+def _count_devices(trainer: dict[str, Any], problems: list[str]) -> int:
+    """Processes on each node; what is wrong with their number goes to ``problems``."""
+    devices, nodes = trainer["devices"], trainer["num_nodes"]
+    if nodes < 1:
+        problems.append(f"trainer.num_nodes={nodes}: there is at least 1 machine. Give 1 or more.")
+    if devices < 1 and devices != -1:
+        problems.append(
+            f"trainer.devices={devices}: it is the number of processes on each node. Give 1 or more, "
+            "or -1 for one on every GPU."
+        )
+    gpus = 0
+    if trainer["accelerator"] != "cpu":
+        import torch
+
+        gpus = torch.cuda.device_count()
+    if devices == -1 and not gpus:
+        problems.append(
+            "trainer.devices=-1: it stands for one process on every GPU, and there is none to use. "
+            "Give the number of processes."
+        )
+    elif gpus and devices > gpus:
+        problems.append(
+            f"trainer.devices={devices}: this machine has {gpus} GPUs. Give {gpus} or less, or use "
+            "trainer.accelerator=cpu."
+        )
+    return gpus if devices == -1 else int(devices)
+
+
+def _check_model(config: dict[str, Any], world_size: int, problems: list[str]) -> None:
+    """Cross-checks of model, data, precision and layout; what is wrong goes to ``problems``."""
+    model = config["model"] or {}
+    heads = None
+    known_wrong = any(problem.startswith("model.") for problem in problems)
+    if model.get("_target_") == TRANSFORMER and not known_wrong:
+        try:
+            transformer = instantiate(model, _convert_="all")
+        except Exception as error:
+            # Hydra wraps what a constructor raises.
+            cause = error.__cause__ or error
+            told = cause.problems if isinstance(cause, ConfigError) else [str(cause)]
+            problems += [f"model.{problem}" for problem in told]
+        else:
+            heads = (transformer.num_heads, transformer.kv_heads)
+            problems += _data_problems(config, transformer)
+    if (config["parallelism"] or {}).get("_target_") == STRATEGY and world_size > 0:
+        _check_layout(config, world_size, heads, problems)
+
+
+def _check_layout(
+    config: dict[str, Any], world_size: int, heads: tuple[int, int] | None, problems: list[str]
+) -> None:
+    # Here and not above: importing it takes seconds, which a typo must not cost.
+    from titanplug.validation import RunFacts, validate_run
+
+    layout, data = config["parallelism"], config["data"] or {}
+    facts = RunFacts(
+        world_size=world_size,
+        precision=config["trainer"]["precision"],
+        heads=heads,
+        seq_len=data.get("seq_len"),
+        sequence_parallel=layout["sequence_parallel"],
+        batch_size=data.get("batch_size"),
+    )
+    degrees = {axis: layout[axis] for axis in AXES}
+    try:
+        dims = validate_run(facts, **degrees)
+        if -1 in degrees.values():  # the rest is known now, and has to fit as well
+            validate_run(facts, **dims.degrees)
+    except ConfigError as error:
+        problems += error.problems
+
+
+def _data_problems(config: dict[str, Any], transformer: Any) -> Iterator[str]:
+    seq_len = (config["data"] or {}).get("seq_len")
+    if isinstance(seq_len, int) and seq_len > transformer.max_seq_len:
+        yield (
+            f"data.seq_len={seq_len} with model.max_seq_len={transformer.max_seq_len}: a row must "
+            "fit into the model. Lower the first or raise the second."
+        )
+    vocab = (config["tokenizer"] or {}).get("vocab_size")
+    if isinstance(vocab, int) and vocab > transformer.vocab_size:
+        yield (
+            f"tokenizer.vocab_size={vocab} with model.vocab_size={transformer.vocab_size}: the "
+            f"model needs an embedding for every token. Set model.vocab_size={vocab}."
+        )

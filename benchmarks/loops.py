@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from titanplug.mesh import Mesh, ParallelDims
 from titanplug.models import Transformer, TransformerConfig
+from titanplug.parallel.fsdp import ShardOptions
 from titanplug.parallel.gradients import (
     clip_by_norm,
     global_gradient_norm,
     group_by_copies,
     reduce_partial_gradients,
 )
-from titanplug.parallel.fsdp import ShardOptions
 from titanplug.parallel.local_optimizer import LocalShards
 from titanplug.parallel.parallelize import parallelize
-from titanplug.parallel.tensor import TensorOptions
+from titanplug.parallel.styles import TensorOptions
 from titanplug.strategy import TitanStrategy
 
 

@@ -30,9 +30,7 @@ def apply_dtensor_styles(model: nn.Module, mesh: DeviceMesh) -> None:
     top = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, top)
     for block in model.layers.values():
@@ -128,7 +126,5 @@ def run_lightning(
 ) -> None:
     """Train by the Trainer with Lightning's ModelParallelStrategy."""
     tp = degrees.get("tp", 1)
-    strategy = ModelParallelStrategy(
-        data_parallel_size=world_size // tp, tensor_parallel_size=tp
-    )
+    strategy = ModelParallelStrategy(data_parallel_size=world_size // tp, tensor_parallel_size=tp)
     run_trainer(workload, strategy, world_size, world_size // tp, mark, TorchModule(workload))

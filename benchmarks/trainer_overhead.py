@@ -1,6 +1,6 @@
 """Step cost of Trainer + TitanStrategy against hand-written loops and Lightning's own strategy.
 
-    python -m benchmarks.trainer_overhead [--rounds 5] [--layouts dp_shard2 tp2 dp_shard2xtp2] [--output x.json]
+    python -m benchmarks.trainer_overhead [--rounds 5] [--layouts dp_shard2 tp2] [--output x.json]
 
 Contestants alternate in one run. Compared is the processor time of all ranks per step (their sum, so that
 waiting for each other doesn't count), median of the rounds' ratios; wall time and peak memory beside it.
@@ -33,9 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 SIZES = {
     "20 ms": Workload(dim=64, num_layers=4, seq_len=64, batch_size=4, vocab_size=512, num_steps=24),
-    "200 ms": Workload(
-        dim=256, num_layers=8, seq_len=256, batch_size=4, vocab_size=2048, num_steps=8
-    ),
+    "200 ms": Workload(dim=256, num_layers=8, seq_len=256, batch_size=4, vocab_size=2048, num_steps=8),
 }
 CONTESTANTS: dict[str, tuple[Callable[..., None], bool]] = {
     "loop": (run_loop, True),
@@ -74,9 +72,7 @@ def run_round(layout: str, workload: Workload) -> dict[str, dict[str, float]]:
     world_size, degrees = LAYOUTS[layout]
     result = {}
     for name, (run, process_group) in CONTESTANTS.items():
-        ranks = run_ranks(
-            measure, world_size, run, workload, degrees, init_process_group=process_group
-        )
+        ranks = run_ranks(measure, world_size, run, workload, degrees, init_process_group=process_group)
         result[name] = {
             "cpu_s": sum(rank["cpu_s"] for rank in ranks),
             "wall_s": max(rank["wall_s"] for rank in ranks),

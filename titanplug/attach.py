@@ -84,10 +84,10 @@ class Channel:
         """Rank 0: give the others the configuration to run."""
         self._send({"config": config})
 
-    def send_end(self, code: int) -> None:
-        """Rank 0: tell the others that there is nothing to run, unless they were told something else."""
+    def send_end(self) -> None:
+        """Rank 0: tell the others that there is nothing to run, unless they got a configuration."""
         if not self._sent:
-            self._send({"end": code})
+            self._send({"config": None})
 
     def receive(self) -> dict[str, Any]:
         """Other ranks: wait for rank 0.
@@ -96,7 +96,7 @@ class Channel:
             The configuration to run.
 
         Raises:
-            SystemExit: there is nothing to run; with rank 0's exit code.
+            SystemExit: there is nothing to run. With exit code 0: rank 0 tells why, by its own.
             TitanplugError: rank 0 didn't answer.
         """
         try:
@@ -106,8 +106,8 @@ class Channel:
                 f"rank {self._attached.rank} got no configuration from rank 0 ({error}). See the error "
                 "of rank 0, and whether this machine reaches it."
             ) from error
-        if "end" in message:
-            sys.exit(message["end"])
+        if message["config"] is None:
+            sys.exit(0)
         config: dict[str, Any] = message["config"]
         return config
 
@@ -142,3 +142,11 @@ def _main_address(attached: Attached) -> tuple[str, int]:
 
     environment = SLURMEnvironment(auto_requeue=False)
     return environment.main_address, environment.main_port
+
+
+def report_to_torchrun(error: BaseException) -> None:
+    """Have a torchrun that the user started repeat this error at the end of its own report."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

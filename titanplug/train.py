@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra import main as hydra_main
@@ -136,18 +136,13 @@ def compose_and_run(attached: attach.Attached | None) -> None:
 
     # Errors of composing come out of Hydra as they are; main() says them better.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    code = 1
     try:
         hydra_main(version_base="1.3", config_path=find_conf(), config_name="train")(job)()
         if failures:
             raise failures[0]
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        raise
     finally:
         if channel is not None:
-            channel.send_end(code)
+            channel.send_end()
 
 
 def print_help() -> None:
@@ -171,19 +166,21 @@ def main() -> None:
         else:
             compose_and_run(attached)
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(_fail(describe_config_error(error), 2))
+        _fail(describe_config_error(error), 2, error)
     except ConfigError as error:
-        sys.exit(_fail(str(error), 2))
+        _fail(str(error), 2, error)
     except launch.Interrupted as error:
-        sys.exit(_fail(str(error), 128 + error.signum))
+        _fail(str(error), 128 + error.signum, error)
     except TitanplugError as error:
-        sys.exit(_fail(str(error), 1))
+        _fail(str(error), 1, error)
 
 
-def _fail(text: str, code: int) -> int:
+def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     sys.stdout.flush()
     print(f"titanplug: {text}", file=sys.stderr, flush=True)
-    return code
+    if attach.find_launcher() is not None:
+        attach.report_to_torchrun(error)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

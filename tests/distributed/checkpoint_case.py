@@ -47,6 +47,7 @@ class Run:
     grads: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, list[float]] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
     saved: dict[int, State] = field(default_factory=dict)
     first: State | None = None
 
@@ -102,6 +103,7 @@ class Module(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         step = self.trainer.global_step
         self.run.grads[step] = {name: whole(p.grad) for name, p in self.named_parameters()}
+        self.run.epochs[step] = self.trainer.current_epoch
         self.run.rates[step] = [group["lr"] for group in optimizer.param_groups]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -142,17 +144,31 @@ def trainer_for(world_size: int, degrees: dict[str, Any] | None, **options: Any)
     return build_trainer(world_size, strategy, **{"max_epochs": 2, **options})
 
 
-def train_and_save(rank: int, world_size: int, degrees: Any, folder: Path, **module: Any) -> Run:
+def train_and_save(
+    rank: int,
+    world_size: int,
+    degrees: Any,
+    folder: Path,
+    validate: bool = False,
+    stop: int = -1,
+    ckpt_path: Path | None = None,
+    **module: Any,
+) -> Run:
     """The uninterrupted run: 10 steps, saved mid-epoch, at the last batch, and at the epoch's end."""
     L.seed_everything(7, verbose=False)
     saves: list[L.Callback] = [
         ModelCheckpoint(folder / "mid", every_n_train_steps=3, save_top_k=-1, save_last=True),
         ModelCheckpoint(folder / "last batch", every_n_train_steps=5, save_top_k=-1),
-        ModelCheckpoint(folder / "epoch end", every_n_epochs=1, save_top_k=-1),
+        ModelCheckpoint(
+            folder / ("validated" if validate else "epoch end"), every_n_epochs=1, save_top_k=-1
+        ),
     ]
-    trainer = trainer_for(world_size, degrees, callbacks=saves, enable_checkpointing=True)
+    trainer = trainer_for(
+        world_size, degrees, callbacks=saves, enable_checkpointing=True, max_steps=stop
+    )
     lit = Module(**module)
-    trainer.fit(lit, loader(trainer.strategy, shuffle=True))
+    val_loader = loader(trainer.strategy) if validate else None
+    trainer.fit(lit, loader(trainer.strategy, shuffle=True), val_loader, ckpt_path=ckpt_path)
     return lit.run
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-import torch
 
 from tests.distributed.checkpoint_case import (
     LAYOUTS,
@@ -14,20 +14,21 @@ from tests.distributed.checkpoint_case import (
     resume,
     train_and_save,
 )
-from tests.harness import run_ranks
+from tests.harness import reference, run_ranks
 
 STEPS = 3
 
 
-def saved_run(folder: Path, **module: object) -> Run:
+def saved_run(folder: Path, **module: Any) -> Run:
     world_size, degrees = LAYOUTS["fsdp2 x tp2"]
-    return run_ranks(
+    runs = run_ranks(
         lambda *args: train_and_save(*args, **module),
         world_size,
         degrees,
         folder,
         init_process_group=False,
-    )[0]
+    )
+    return cast("Run", runs[0])
 
 
 @pytest.fixture(scope="module")
@@ -42,38 +43,64 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return folder, saved_run(folder, noise=True)
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    return [
-        folder / "mid" / "epoch=0-step=3.ckpt",
-        folder / "last batch" / "epoch=0-step=5.ckpt",
-        folder / "epoch end" / "epoch=0-step=5.ckpt",
-        folder / "mid" / "epoch=1-step=6.ckpt",
-    ]
+MID_EPOCH = ("mid/epoch=0-step=3.ckpt", "mid/epoch=1-step=6.ckpt")
+EPOCH_ENDS = ("last batch/epoch=0-step=5.ckpt", "epoch end/epoch=0-step=5.ckpt")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_continues(layout: str, plain: tuple[Path, Run]) -> None:
-    folder, expected = plain
+def check_continues(layout: str, saved: tuple[Path, Run], names: tuple[str, ...], **m: Any) -> None:
+    folder, expected = saved
     world_size, degrees = LAYOUTS[layout]
-    paths = checkpoints(folder)
-    results = run_ranks(resume, world_size, degrees, paths, STEPS, init_process_group=False)
+    paths = [folder / name for name in names]
+    results = run_ranks(
+        lambda *args: resume(*args, **m),
+        world_size,
+        degrees,
+        paths,
+        STEPS,
+        init_process_group=False,
+    )
     for runs in results:
         for path, run in zip(paths, runs, strict=True):
             start = int(path.stem.rpartition("=")[2])
             assert_continues(run, expected, start, STEPS, tolerance=1e-10)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_continues_in_the_middle_of_an_epoch(
+    layout: str, plain: tuple[Path, Run]
+) -> None:
+    check_continues(layout, plain, MID_EPOCH)
+
+
+@pytest.mark.parametrize("layout", ["1 process", "tp2"])
+def test_continues_with_the_next_epoch(layout: str, plain: tuple[Path, Run]) -> None:
+    check_continues(layout, plain, EPOCH_ENDS)
+
+
 @pytest.mark.parametrize("layout", ["fsdp2 x tp2", "replicate2"])
 def test_random_draws_continue(layout: str, noisy: tuple[Path, Run]) -> None:
     """Layouts with as many data-parallel ranks draw the same numbers as the uninterrupted run."""
-    folder, expected = noisy
-    world_size, degrees = LAYOUTS[layout]
-    paths = checkpoints(folder)
+    check_continues(layout, noisy, MID_EPOCH[:1], noise=True)
 
-    def run(*args: object) -> list[Run]:
-        return resume(*args, noise=True)  # type: ignore[arg-type]
 
-    runs = run_ranks(run, world_size, degrees, paths, STEPS, init_process_group=False)[0]
-    for path, continued in zip(paths, runs, strict=True):
-        start = int(path.stem.rpartition("=")[2])
-        assert_continues(continued, expected, start, STEPS, tolerance=1e-10)
+def test_epochs_are_counted_on(tmp_path: Path) -> None:
+    """A run resumed twice, with max_epochs and validation, is that of one piece."""
+    expected = reference(train_and_save, 0, 1, {}, tmp_path, True)
+
+    def go_on() -> list[Run]:
+        names = ("validated/epoch=0-step=5.ckpt", "last batch/epoch=0-step=5.ckpt")
+        runs = []
+        for index, name in enumerate(names):
+            folder = tmp_path / f"again {index}"
+            first = train_and_save(0, 1, {}, folder, True, stop=7, ckpt_path=tmp_path / name)
+            again = folder / "mid" / "epoch=1-step=6.ckpt"
+            second = train_and_save(0, 1, {}, folder / "more", True, ckpt_path=again)
+            runs += [first, second]
+        return runs
+
+    for run, steps in zip(reference(go_on), [(5, 7), (6, 10)] * 2, strict=True):
+        assert list(run.grads) == list(range(*steps))
+        for step in range(*steps):
+            assert run.losses[step] == expected.losses[step]
+            assert run.epochs[step] == expected.epochs[step]
+    assert expected.epochs == {step: step // 5 for step in range(10)}

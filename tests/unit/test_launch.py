@@ -226,7 +226,7 @@ from titanplug.attach import Channel, find_launcher
 attached = find_launcher()
 if attached.rank == 0:
     message = json.loads(os.environ["MESSAGE"])
-    Channel(attached).send_end(7) if message is None else Channel(attached).send_config(message)
+    Channel(attached).send_end() if message is None else Channel(attached).send_config(message)
 else:
     print(json.dumps(Channel(attached).receive()))
 sys.stdin.read()
@@ -244,11 +244,11 @@ PLACES = {
     ("launcher", "message", "expected"),
     [
         ("torchrun", {"lr": 1}, ('{"lr": 1}\n', 0)),
-        ("torchrun", None, ("", 7)),
+        ("torchrun", None, ("", 0)),
         pytest.param("srun", {"lr": 1}, ('{"lr": 1}\n', 0), marks=pytest.mark.slow),
     ],
 )
-def test_followers_get_the_configuration_of_rank_0_or_its_exit_code(
+def test_followers_get_the_configuration_of_rank_0_or_end(
     launcher: str, message: Any, expected: tuple[str, int]
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}

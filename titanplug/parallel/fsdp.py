@@ -34,9 +34,7 @@ class ShardOptions:
     reshard_after_forward: bool = True
 
 
-def apply_fsdp(
-    root: nn.Module, plan: ParallelPlan, mesh: Mesh, options: ShardOptions
-) -> list[FSDPModule]:
+def apply_fsdp(root: nn.Module, plan: ParallelPlan, mesh: Mesh, options: ShardOptions) -> list[FSDPModule]:
     """Shard the parameters of ``root`` over the ``fsdp`` view, in place.
 
     Returns:
@@ -46,9 +44,7 @@ def apply_fsdp(
         ConfigError: a pattern of ``plan.fsdp_units`` matches nothing.
     """
     # Inputs are cast by the precision plugin alone, so that a step sees the batch as it was given.
-    policy = MixedPrecisionPolicy(
-        options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
     units: list[FSDPModule] = []
     # Inner modules first: fully_shard takes what no earlier unit holds.
     blocks = reversed(modules_matching(root, plan.fsdp_units, "fsdp_units").values())

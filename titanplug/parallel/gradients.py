@@ -59,9 +59,7 @@ def group_by_copies(parameters: Iterable[nn.Parameter], world_size: int) -> list
 
 
 @torch.no_grad()
-def global_gradient_norm(
-    groups: Sequence[GradientGroup], norm_type: float, device: torch.device
-) -> Tensor:
+def global_gradient_norm(groups: Sequence[GradientGroup], norm_type: float, device: torch.device) -> Tensor:
     """Norm of all gradients together, as one process would compute it; equal on all ranks.
 
     Args:
@@ -80,9 +78,7 @@ def global_gradient_norm(
             continue
         if infinite:
             # An empty shard has no largest value.
-            norms = torch._foreach_norm(
-                [grad for grad in grads if grad.numel()] or [total], norm_type
-            )
+            norms = torch._foreach_norm([grad for grad in grads if grad.numel()] or [total], norm_type)
             total = torch.maximum(total, torch.stack(norms).double().max())
         else:
             norms = torch._foreach_norm(grads, norm_type)
@@ -130,6 +126,4 @@ def reduce_partial_gradients(parameters: Sequence[nn.Parameter], group: AxisGrou
     for grads in by_dtype.values():
         flat = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), group)
         parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(
-            grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)]
-        )
+        torch._foreach_copy_(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titanplug.parallel.local_parameter import dtensor_like
+
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -118,14 +120,11 @@ def _wrapped(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
 
     def wrap(value: Any) -> Any:
         if isinstance(value, Tensor) and value.shape == shape and value.ndim:
-            return DTensor.__new__(DTensor, value, parameter._spec, requires_grad=False)
+            return dtensor_like(value, parameter._spec)
         return value
 
     return {key: wrap(value) for key, value in state.items()}
 
 
 def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value._local_tensor if isinstance(value, DTensor) else value
-        for key, value in state.items()
-    }
+    return {key: value._local_tensor if isinstance(value, DTensor) else value for key, value in state.items()}

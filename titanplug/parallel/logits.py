@@ -101,9 +101,7 @@ def _rewrap(logits: ShardedLogits, local: Tensor) -> ShardedLogits:
     return ShardedLogits(local, logits.shape[-1], logits.group)
 
 
-def _same_columns(
-    func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any
-) -> Any:
+def _same_columns(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
     """Casts, copies and other operations on each element: on the local columns."""
     if _has_dims(args, kwargs):
         return NotImplemented
@@ -121,9 +119,7 @@ def _view(func: Callable[..., Any], logits: ShardedLogits, *shape: Any) -> Any:
     return _rewrap(logits, func(logits.local, (*meta.shape[:-1], logits.local.shape[-1])))
 
 
-def _flatten(
-    func: Callable[..., Any], logits: ShardedLogits, start_dim: int = 0, end_dim: int = -1
-) -> Any:
+def _flatten(func: Callable[..., Any], logits: ShardedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     if end_dim % logits.ndim == logits.ndim - 1:
         return NotImplemented
     return _rewrap(logits, func(logits.local, start_dim, end_dim))
@@ -156,9 +152,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    unusual = (
-        weight is not None or size_average is not None or reduce is not None or label_smoothing
-    )
+    unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing
     by_class = not target.is_floating_point() and logits.ndim == 2 and target.ndim == 1
     if unusual or not by_class or reduction not in ("none", "mean", "sum"):
         return NotImplemented

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from titanplug.mesh import Mesh
 from titanplug.parallel.fsdp import ShardOptions, apply_fsdp
 from titanplug.parallel.initialise import broadcast_values, materialize
-from titanplug.parallel.tensor import TensorOptions, TensorParallelized, apply_tensor_parallel
+from titanplug.parallel.styles import TensorOptions
+from titanplug.parallel.tensor import TensorParallelized, apply_tensor_parallel
 from titanplug.plan import ParallelPlan
 
 

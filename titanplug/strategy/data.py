@@ -14,7 +14,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titanplug.mesh import Mesh
-from titanplug.strategy.loaders import LockstepLoader, shard_map_loader
+from titanplug.parallel.initialise import named_seed
+from titanplug.strategy.loaders import LockstepLoader, copied_loader, shard_map_loader
 from titanplug.strategy.resume import continue_epoch, data_state
 
 
@@ -43,27 +44,44 @@ class DataSharding:
         self._loader_states: list[Any] = []
 
     def shard(self, loader: Any) -> Any:
-        """The loader, limited to the samples of this rank; called alike on all ranks."""
-        if isinstance(loader, DataLoader):
-            self._seed_workers(loader)
-        if not self._enabled:
-            return loader
+        """The loader, limited to the samples of this rank; called alike on all ranks.
+
+        A loader stays as it is: what is changed is a copy.
+        """
         dataset = getattr(loader, "dataset", None)
-        if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):
-            if isinstance(loader.sampler, DistributedSampler):
-                return loader  # the user has sharded it
-            shard_map_loader(
+        by_index = isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset)
+        own_generator = loader.generator if isinstance(loader, DataLoader) else None
+        if self._enabled and by_index and not _is_sharded(loader):
+            loader = shard_map_loader(
                 loader,
                 training=bool(self._trainer.training),
-                seed=self.seed,
+                seed=self._order_seed(own_generator),
                 rank=self._rank,
                 size=self._size,
             )
+            self._seed_workers(loader)
             return loader
+        if isinstance(loader, DataLoader):
+            seed = named_seed(self._order_seed(own_generator), f"workers of {self._rank}")
+            loader = copied_loader(loader, torch.Generator().manual_seed(seed))
+            self._seed_workers(loader)
         if self._size == 1 or isinstance(loader, LockstepLoader):
             return loader
-        self._tell_coordinate(loader, dataset)
+        if self._enabled and not by_index:
+            self._tell_coordinate(loader, dataset)
+        lengths: list[Any] = [None] * self._size
+        dist.all_gather_object(lengths, _known_length(loader), group=self._group())
+        if lengths[0] is not None and len(set(lengths)) == 1:
+            return loader
         return LockstepLoader(loader, self._group())
+
+    def _order_seed(self, own: torch.Generator | None) -> int:
+        """The run's seed; where the user gave the loader a generator, that of rank 0 decides too."""
+        if own is None:
+            return self.seed
+        seeds = [own.initial_seed()]
+        dist.broadcast_object_list(seeds, src=0)
+        return named_seed(self.seed, str(seeds[0])) % 2**62
 
     def _tell_coordinate(self, loader: Any, dataset: Any) -> None:
         for target in (loader, dataset):
@@ -83,8 +101,6 @@ class DataSharding:
         # By data-parallel rank: ranks of the other axes must read and augment the same samples.
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self._rank)
-        if loader.generator is None:
-            loader.generator = torch.Generator().manual_seed(self.seed * 1009 + self._rank)
 
     def _group(self) -> dist.ProcessGroup:
         """A group of the ``batch`` view that reduces CPU tensors, so that no device is waited for."""
@@ -115,6 +131,27 @@ class DataSharding:
         saved, self._saved = self._saved, {}
         loader_states, self._loader_states = self._loader_states, []
         continue_epoch(self._trainer, saved, loader_states)
+
+
+def _is_sharded(loader: DataLoader[Any]) -> bool:
+    """Whether the user has put torch's distributed sampler in."""
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def _known_length(loader: Any) -> int | None:
+    """Number of batches, where it can be relied on.
+
+    A stream's own length is often that of all ranks' samples; a loader that takes the coordinate itself
+    knows its length.
+    """
+    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if streams and not hasattr(type(loader), "set_data_parallel"):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _all_lines(own: list[int]) -> list[list[int]]:

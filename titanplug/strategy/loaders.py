@@ -13,6 +13,7 @@ so that no rank skips a collective, and its :class:`Share` says that nothing of 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader
+
+from titanplug.parallel.initialise import named_seed
+from titanplug.strategy.epoch_order import EpochOrder, seed_global_generators
 
 
 @dataclass(frozen=True)
@@ -44,38 +48,6 @@ class HasShares(Protocol):
         ...
 
 
-class EpochOrder(Sampler[int]):
-    """The order of samples in an epoch: the sampler's own, its random draws fixed by seed and epoch."""
-
-    def __init__(self, sampler: Iterable[int], seed: int) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning before each epoch."""
-        self.epoch = epoch
-        inner = getattr(self.sampler, "set_epoch", None)
-        if callable(inner):
-            inner(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        sampler = self.sampler
-        # Not a subclass, not with replacement: then the order is that of torch's DistributedSampler.
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order: list[int] = torch.randperm(len(sampler.data_source), generator=generator).tolist()
-            yield from order[: len(sampler)]
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
-            order = list(sampler)
-        yield from order
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-
 class ShardedBatches:
     """A batch sampler that yields this rank's part of each batch of all ranks together.
 
@@ -86,6 +58,9 @@ class ShardedBatches:
         drop_last: leave out the last batch where it isn't full on all ranks.
         rank: position in the ``batch`` view.
         size: number of ranks in the view.
+        items: each of ``batches`` is one item of the data set, which is a batch of any number of rows.
+        seeds_fetch: samples are made in this process, right after their indices are yielded: let their
+            random numbers depend on seed, epoch, batch and ``rank`` only.
     """
 
     def __init__(
@@ -97,6 +72,8 @@ class ShardedBatches:
         drop_last: bool = False,
         rank: int = 0,
         size: int = 1,
+        items: bool = False,
+        seeds_fetch: bool = False,
     ) -> None:
         self.sampler = order
         self.batches = batches
@@ -104,13 +81,19 @@ class ShardedBatches:
         self.drop_last = drop_last
         self.rank = rank
         self.size = size
+        self.items = items
+        self.seeds_fetch = seeds_fetch
         self.skip = 0
         """Batches to leave out at the next start, those a resumed epoch has had."""
-        self._shares: list[Share] = []
+        self._shares: list[Share | None] = []
 
     def share(self, index: int) -> Share | None:
         """Share of the batch with this index in the epoch."""
         return self._shares[index] if index < len(self._shares) else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Where Lightning finds this as a loader's ``sampler``, it tells the epoch here."""
+        self.sampler.set_epoch(epoch)
 
     @property
     def global_batch(self) -> tuple[int, str]:
@@ -131,14 +114,23 @@ class ShardedBatches:
         groups = self._cut() if self.batches is None else self._deal(self.batches)
         for index, parts in enumerate(groups):
             mine = parts[self.rank]
-            rows = [_num_rows(part) for part in parts]
-            self._shares.append(Share(rows[self.rank], sum(rows)))
+            self._shares.append(self._share(parts))
             if index < skip:
                 continue
-            if rows[self.rank] == 0:
-                stand_in = next(part for part in parts if _num_rows(part))
-                mine = stand_in[:1] if isinstance(stand_in, list) else stand_in
+            if _is_empty(mine):
+                stand_in = next(part for part in parts if not _is_empty(part))
+                mine = stand_in if self.items else list(stand_in)[:1]
+            if self.seeds_fetch:
+                order = self.sampler
+                seed_global_generators(named_seed(order.seed, f"{order.epoch}/{index}/{self.rank}"))
             yield mine
+
+    def _share(self, parts: list[Any]) -> Share | None:
+        if self.items:
+            # The rows of an item are known when it is there.
+            return Share(0, None) if _is_empty(parts[self.rank]) else None
+        rows = [0 if part is None else len(part) for part in parts]
+        return Share(rows[self.rank], sum(rows))
 
     def _cut(self) -> Iterator[list[list[int]]]:
         rows = iter(self.sampler)
@@ -151,11 +143,11 @@ class ShardedBatches:
     def _deal(self, batches: Iterable[Any]) -> Iterator[list[Any]]:
         rest = iter(batches)
         while parts := list(itertools.islice(rest, self.size)):
-            yield [*parts, *([[]] * (self.size - len(parts)))]
+            yield [*parts, *([None] * (self.size - len(parts)))]
 
 
-def _num_rows(part: Any) -> int:
-    return len(part) if isinstance(part, list | tuple) else 1
+def _is_empty(part: Any) -> bool:
+    return part is None or (isinstance(part, list) and not part)
 
 
 def sharded_batches(loader: Any) -> ShardedBatches | None:
@@ -172,7 +164,8 @@ class LockstepLoader:
     """A loader whose length ranks can't know beforehand, kept in step with the other ranks'.
 
     Before each batch the ranks agree whether any of them has one. A rank that has run out repeats its
-    last batch, of which nothing counts, until all have. Costs one small collective a batch, on the host.
+    last batch, of which nothing counts, until all have; one that has no batch at all takes another rank's.
+    Costs one small collective a batch, on the host.
 
     Args:
         loader: the loader, already limited to this rank's samples.
@@ -181,13 +174,14 @@ class LockstepLoader:
 
     def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
         self.loader = loader
+        self.start = 0
+        """Index of the first batch at the next start: the batches that a resumed epoch has had."""
         self._group = group
-        self._num_real: int | None = None
+        self._end: int | None = None
 
     def share(self, index: int) -> Share | None:
         """Nothing of the batches past this rank's own counts."""
-        over = self._num_real is not None and index >= self._num_real
-        return Share(0, None) if over else None
+        return Share(0, None) if self._end is not None and index >= self._end else None
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while unpickling
@@ -195,78 +189,88 @@ class LockstepLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._num_real = None
+        start, self.start = self.start, 0
+        self._end = None
         batches = iter(self.loader)
         last: Any = None
-        for index in itertools.count():
-            missing = False
-            if self._num_real is None:
+        for index in itertools.count(start):
+            if self._end is None:
                 try:
                     last = next(batches)
                 except StopIteration:
-                    self._num_real, missing = index, index == 0
-            has = torch.tensor([self._num_real is None, missing], dtype=torch.int32)
-            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._group)
-            any_has, any_missing = has.tolist()
+                    self._end = index
+            missing = self._end == start
+            state = torch.tensor([self._end is None, missing], dtype=torch.int32)
+            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
+            any_has, any_missing = state.tolist()
             if not any_has:
                 return
-            if any_missing:
-                raise RuntimeError(
-                    "An iterable data set gave no batch at all on one data-parallel rank and some on "
-                    "others, so the empty rank has nothing to keep in step with. Give every rank at least "
-                    "one batch."
-                )
+            if any_missing and index == start:
+                firsts: list[Any] = [None] * dist.get_world_size(self._group)
+                dist.all_gather_object(firsts, None if missing else [last], group=self._group)
+                last = next(first for first in firsts if first is not None)[0] if missing else last
             yield last
 
 
 def shard_map_loader(
     loader: DataLoader[Any], *, training: bool, seed: int, rank: int, size: int
-) -> ShardedBatches:
-    """Let a map-style loader yield this rank's part, in place, whatever class it is.
+) -> DataLoader[Any]:
+    """A copy of a map-style loader, whatever its class, that yields this rank's part.
 
-    Returns:
-        The batch sampler that it now has.
+    Args:
+        loader: the loader of one process; it stays as it is.
+        training: cut each batch of all ranks together; else whole batches are dealt.
+        seed: of the order, equal on all ranks.
+        rank: position in the ``batch`` view.
+        size: number of ranks in the view.
     """
+    # Seeds of data workers: different over ranks, and others in each epoch.
+    workers = torch.Generator()
+    loader = copied_loader(loader, workers)
+    settings: dict[str, Any] = {
+        "rank": rank,
+        "size": size,
+        "seeds_fetch": loader.num_workers == 0,
+    }
+
+    def build_order(source: Any) -> EpochOrder:
+        order = EpochOrder(source, seed, (workers, named_seed(seed, f"workers of {rank}")))
+        order.set_epoch(0)
+        return order
+
     # Lightning wraps the batch sampler of a predict loader to record indices: shard inside of it.
-    holder = loader.batch_sampler
+    holder: Any = loader.batch_sampler
     inner = getattr(holder, "_batch_sampler", holder)
-    if isinstance(inner, ShardedBatches):
-        return inner
     if inner is None:  # batch_size=None: each index is a batch
-        order = EpochOrder(loader.sampler, seed)
-        sharded = ShardedBatches(order, batches=order, rank=rank, size=size)
-        object.__setattr__(loader, "sampler", sharded)
-        return sharded
-    order = EpochOrder(inner.sampler if type(inner) is BatchSampler else loader.sampler, seed)
-    if type(inner) is BatchSampler and training:
-        sharded = ShardedBatches(
-            order, batch_size=inner.batch_size, drop_last=inner.drop_last, rank=rank, size=size
+        order = build_order(loader.sampler)
+        object.__setattr__(
+            loader, "sampler", ShardedBatches(order, batches=order, items=True, **settings)
         )
-    elif type(inner) is BatchSampler:
-        batches = BatchSampler(order, inner.batch_size, inner.drop_last)
-        sharded = ShardedBatches(order, batches=batches, rank=rank, size=size)
+        return loader
+    if type(inner) is BatchSampler:
+        order = build_order(inner.sampler)
+        size_and_end = {"batch_size": inner.batch_size, "drop_last": inner.drop_last}
+        if training:
+            sharded = ShardedBatches(order, **size_and_end, **settings)
+        else:
+            sharded = ShardedBatches(order, batches=BatchSampler(order, **size_and_end), **settings)
     else:
-        sharded = ShardedBatches(order, batches=_Seeded(inner, order), rank=rank, size=size)
-    if holder is inner:
-        # DataLoader refuses a new batch sampler after construction; its iterators read the attribute.
-        object.__setattr__(loader, "batch_sampler", sharded)
+        order = build_order(inner)
+        sharded = ShardedBatches(order, batches=order, **settings)
+    if holder is not inner:
+        wrapper = copy.copy(holder)
+        wrapper._batch_sampler = sharded
+        holder = wrapper
     else:
-        holder._batch_sampler = sharded  # type: ignore[union-attr]
-    return sharded
+        holder = sharded
+    # DataLoader refuses a new batch sampler after construction; its iterators read the attribute.
+    object.__setattr__(loader, "batch_sampler", holder)
+    return loader
 
 
-class _Seeded:
-    """A user's own batch sampler, its random draws fixed by seed and epoch."""
-
-    def __init__(self, batches: Any, order: EpochOrder) -> None:
-        self.batches = batches
-        self.order = order
-
-    def __iter__(self) -> Iterator[Any]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.order.seed + self.order.epoch)
-            batches = [list(batch) for batch in self.batches]
-        yield from batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
+def copied_loader(loader: DataLoader[Any], workers: torch.Generator) -> DataLoader[Any]:
+    """A shallow copy of a loader that takes the seeds of its workers from ``workers``."""
+    copied = copy.copy(loader)
+    object.__setattr__(copied, "_iterator", None)  # that of persistent workers belongs to the original
+    copied.generator = workers
+    return copied

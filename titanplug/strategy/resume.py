@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop
 
 from titanplug.errors import ConfigError
-from titanplug.strategy.loaders import ShardedBatches, sharded_batches
+from titanplug.strategy.loaders import LockstepLoader, ShardedBatches, sharded_batches
 
 STATE_KEY = "titanplug"
 """Where a checkpoint keeps what :func:`data_state` returns."""
@@ -88,6 +88,8 @@ def _seek(trainer: Trainer, consumed: int, loader_states: list[Any], is_over: bo
     loaders = _loaders(trainer)
     for loader in loaders:
         batches = sharded_batches(loader)
+        if isinstance(loader, LockstepLoader):
+            loader.start = consumed
         if batches is None:
             continue
         batches.sampler.set_epoch(fit.epoch_progress.current.processed)

@@ -30,7 +30,7 @@ from titanplug.mesh import Mesh, ParallelDims
 from titanplug.parallel.fsdp import free_gathered, set_gradient_sync
 from titanplug.parallel.local_optimizer import LocalShards, is_elementwise
 from titanplug.parallel.parallelize import Parallelized, parallelize
-from titanplug.parallel.tensor import TensorOptions
+from titanplug.parallel.styles import TensorOptions
 from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
 from titanplug.strategy import checkpoint as checkpoints
 from titanplug.strategy.after_exception import AfterException

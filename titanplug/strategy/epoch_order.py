@@ -1,0 +1,115 @@
+"""The order of samples in an epoch, and the random numbers of a fetched batch, from seed and epoch alone.
+
+Samplers draw from the global generators of Python, NumPy and torch, or from one of their own. Ranks don't
+hold those in the same state: one of them may have drawn a number for itself, or was seeded by another
+number. Here a sampler draws with states that depend on seed and epoch only, and what others see of the
+generators is as if it had not drawn at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+# Items drawn at a time: a sampler may go on without end.
+_CHUNK = 1024
+
+
+class EpochOrder(Sampler[Any]):
+    """What a sampler or a batch sampler yields in an epoch; random draws depend on seed and epoch only.
+
+    Args:
+        source: the user's sampler or batch sampler; it stays as it is.
+        seed: of the order, equal on all ranks.
+        workers: the generator that gives data workers their seeds, and the seed of its own.
+    """
+
+    def __init__(
+        self, source: Any, seed: int, workers: tuple[torch.Generator, int] | None = None
+    ) -> None:
+        self.seed = seed
+        self.epoch = 0
+        self._workers = workers
+        self._generator: torch.Generator | None = None
+        if isinstance(getattr(source, "generator", None), torch.Generator):
+            source = copy.copy(source)
+            source.generator = self._generator = torch.Generator()
+        self.source = source
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; Lightning calls it before each epoch."""
+        self.epoch = epoch
+        for told in (self.source, getattr(self.source, "sampler", None)):
+            if callable(tell := getattr(told, "set_epoch", None)):
+                tell(epoch)
+        if self._workers is not None:
+            generator, seed = self._workers
+            generator.manual_seed((seed + epoch) % 2**63)
+
+    def __iter__(self) -> Iterator[Any]:
+        source, seed = self.source, self.seed + self.epoch
+        if type(source) is RandomSampler and not source.replacement:
+            count = len(source.data_source)
+            if len(source) <= count:  # then the order is that of torch's DistributedSampler
+                generator = torch.Generator().manual_seed(seed)
+                yield from torch.randperm(count, generator=generator).tolist()[: len(source)]
+                return
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+        yield from _drawn_apart(source, seed)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators; those of other devices are left alone."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**63)
+
+
+def _drawn_apart(source: Iterable[Any], seed: int) -> Iterator[Any]:
+    """The items of ``source``, drawn while the global generators hold states of their own."""
+    outside = _states()
+    seed_global_generators(seed)
+    inside = _states()
+    _restore(outside)
+    with _exchanged(inside):
+        items = iter(source)
+    while True:
+        with _exchanged(inside):
+            chunk = list(itertools.islice(items, _CHUNK))
+        yield from chunk
+        if len(chunk) < _CHUNK:
+            return
+
+
+@contextmanager
+def _exchanged(inside: list[Any]) -> Iterator[None]:
+    """Let the global generators be in the states ``inside``, which follow what is drawn."""
+    outside = _states()
+    _restore(inside)
+    try:
+        yield
+    finally:
+        inside[:] = _states()
+        _restore(outside)
+
+
+def _states() -> list[Any]:
+    return [random.getstate(), np.random.get_state(), torch.default_generator.get_state()]
+
+
+def _restore(states: list[Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])

@@ -136,7 +136,7 @@ def num_cores() -> int:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """torchrun installs handlers of its own; a later job in this process must find the old ones."""
+    """Keep what torchrun replaces: a later job in this process must find the old handlers."""
     names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     saved = {name: signal.getsignal(name) for name in names}
     try:
@@ -189,9 +189,7 @@ def configure_logging(run_dir: Path, rank: int) -> None:
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     else:
         warnings.simplefilter("ignore")  # every rank has the same ones
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.ERROR, handlers=handlers, force=True
-    )
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, handlers=handlers, force=True)
     logging.captureWarnings(True)
     on_import("lightning", _calm_lightning)
 
@@ -210,6 +208,9 @@ def end_with_parent() -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
+    composed = signal.getsignal(signum) is not _stop
+    if composed and sys.exception() is None:
+        return  # called by Lightning's handler, which ends the ranks after the same step
     # An error that is on its way out becomes the context of this, and is recorded all the same.
     raise SystemExit(128 + signum)
 

@@ -56,11 +56,18 @@ class Module(L.LightningModule):
     """Trains with AdamW in two groups. ``noise`` hides random tokens: it needs equal random draws."""
 
     def __init__(
-        self, case: Case = CASE, noise: bool = False, optimizer: str = "adamw", **hparams: Any
+        self,
+        case: Case = CASE,
+        noise: bool = False,
+        optimizer: str = "adamw",
+        frozen: str = "",
+        **hparams: Any,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(hparams)
         self.model = build_model(case)
+        if frozen:
+            self.get_submodule(frozen).requires_grad_(False)
         self.noise = noise
         self.optimizer_name = optimizer
         self.run = Run()
@@ -102,14 +109,13 @@ class Module(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         step = self.trainer.global_step
-        self.run.grads[step] = {name: whole(p.grad) for name, p in self.named_parameters()}
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        self.run.grads[step] = {name: whole(p.grad) for name, p in trained.items()}
         self.run.epochs[step] = self.trainer.current_epoch
         self.run.rates[step] = [group["lr"] for group in optimizer.param_groups]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.run.losses[self.trainer.global_step - 1] = float(
-            self.trainer.callback_metrics["train_loss"]
-        )
+        self.run.losses[self.trainer.global_step - 1] = float(self.trainer.callback_metrics["train_loss"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run.saved[self.trainer.global_step] = self.state()
@@ -159,13 +165,9 @@ def train_and_save(
     saves: list[L.Callback] = [
         ModelCheckpoint(folder / "mid", every_n_train_steps=3, save_top_k=-1, save_last=True),
         ModelCheckpoint(folder / "last batch", every_n_train_steps=5, save_top_k=-1),
-        ModelCheckpoint(
-            folder / ("validated" if validate else "epoch end"), every_n_epochs=1, save_top_k=-1
-        ),
+        ModelCheckpoint(folder / ("validated" if validate else "epoch end"), every_n_epochs=1, save_top_k=-1),
     ]
-    trainer = trainer_for(
-        world_size, degrees, callbacks=saves, enable_checkpointing=True, max_steps=stop
-    )
+    trainer = trainer_for(world_size, degrees, callbacks=saves, enable_checkpointing=True, max_steps=stop)
     lit = Module(**module)
     val_loader = loader(trainer.strategy) if validate else None
     trainer.fit(lit, loader(trainer.strategy, shuffle=True), val_loader, ckpt_path=ckpt_path)

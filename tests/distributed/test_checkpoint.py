@@ -66,9 +66,7 @@ def check_continues(layout: str, saved: tuple[Path, Run], names: tuple[str, ...]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_continues_in_the_middle_of_an_epoch(
-    layout: str, plain: tuple[Path, Run]
-) -> None:
+def test_any_layout_continues_in_the_middle_of_an_epoch(layout: str, plain: tuple[Path, Run]) -> None:
     check_continues(layout, plain, MID_EPOCH)
 
 

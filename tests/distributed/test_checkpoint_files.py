@@ -62,9 +62,7 @@ def entries(folder: Path) -> set[str]:
         (checkpoint.states, "pack", 1),
     ],
 )
-def test_failure_on_one_rank_is_everybodys(
-    target: Any, name: str, rank: int, tmp_path: Path
-) -> None:
+def test_failure_on_one_rank_is_everybodys(target: Any, name: str, rank: int, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
 
     def save_twice(own_rank: int, world_size: int) -> tuple[str, Tensor]:

@@ -12,6 +12,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -90,6 +91,19 @@ class Groups(Sampler[list[int]]):
         yield from groups
 
 
+class Blocks(Dataset[Tensor]):
+    """Each item is a whole batch; to be read with ``batch_size=None``."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.blocks = torch.arange(sum(sizes)).split(list(sizes))
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.blocks[index]
+
+
 def _own_generator() -> DataLoader[int]:
     generator = torch.Generator()
     generator.seed()  # another seed on every rank
@@ -114,9 +128,11 @@ ORDERS: dict[str, Callable[[], Any]] = {
     ),
     "own generator": _own_generator,
     "own batches": lambda: DataLoader(Indices(8), batch_sampler=Groups(2, 2, 2, 2)),
+    "items are batches": lambda: DataLoader(Blocks(1, 1, 1, 1, 1, 1, 1, 1), batch_size=None, shuffle=True),
     "workers": numbered(8, batch_size=2, shuffle=True, num_workers=1),
 }
-WHOLE = {"shuffled", "in order", "subclass of a sampler", "own generator", "own batches", "workers"}
+NOT_WHOLE = {"weighted", "with replacement", "several passes", "a part"}
+DEALT = {"own batches", "items are batches"}
 
 
 def _read_orders(rank: int, world_size: int, degrees: Any, scale: int, spoiled: bool) -> dict[str, Read]:
@@ -124,7 +140,7 @@ def _read_orders(rank: int, world_size: int, degrees: Any, scale: int, spoiled: 
     found = {}
     for name, build in ORDERS.items():
         loader = build()
-        if scale > 1 and name != "own batches":
+        if scale > 1 and name not in DEALT:
             inner = loader.batch_sampler
             larger = BatchSampler(inner.sampler, scale * inner.batch_size, False)
             object.__setattr__(loader, "batch_sampler", larger)
@@ -153,7 +169,7 @@ def test_peers_read_the_same_and_data_ranks_share(
     first, first_peer, second, second_peer = (found[name] for found in orders["ranks"])
     assert first == first_peer and second == second_peer
     assert first != second
-    if name in WHOLE:
+    if name not in NOT_WHOLE:
         for one, other in zip(first, second, strict=True):
             assert sorted(sum(one + other, [])) == list(range(8))
 
@@ -167,7 +183,7 @@ def test_all_ranks_together_read_the_batches_of_one_process(
     first, _, second, _ = (found[name] for found in orders["ranks"])
     for epoch, batches in enumerate(orders["one"][0][name]):
         pairs = list(zip(first[epoch], second[epoch], strict=True))
-        if name == "own batches":  # dealt whole
+        if name in DEALT:
             assert batches == [batch for pair in pairs for batch in pair]
         else:
             assert batches == [[one[0], two[0], one[1], two[1]] for one, two in pairs]
@@ -231,19 +247,6 @@ def test_a_sampler_without_end() -> None:
 
 
 # ---------------------------------------------------------------- weights where it doesn't come out even
-
-
-class Blocks(Dataset[Tensor]):
-    """Each item is a whole batch; to be read with ``batch_size=None``."""
-
-    def __init__(self, *sizes: int) -> None:
-        self.blocks = torch.arange(sum(sizes)).split(list(sizes))
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.blocks[index]
 
 
 def _cut(length: int, size: int) -> list[list[list[int]]]:
@@ -321,6 +324,43 @@ def test_one_loader_for_training_and_validation() -> None:
         assert weight == pytest.approx(expected, rel=1e-12)
         assert seen == [10.0, 10.0, 10.0]
         assert untouched  # the user's loader is still the user's
+
+
+class Pairs(Tiny):
+    """Reads two loaders at a time."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.errors(batch["a"]).mean() + self.errors(batch["b"]).mean()
+
+
+def _two_loaders(rank: int, world_size: int, lengths: tuple[int, int]) -> float:
+    def build() -> Any:
+        return CombinedLoader(
+            {name: numbered(n, batch_size=2)() for name, n in zip("ab", lengths, strict=True)},
+            "max_size_cycle",
+        )
+
+    return weight_of(fit(rank, world_size, DP4, build, Pairs))
+
+
+@pytest.mark.parametrize("lengths", [(10, 10), (8, 16), (8, 24)])
+def test_several_loaders(lengths: tuple[int, int]) -> None:
+    """Exact where they run out alike; the first of them decides how many rows a batch has."""
+    (expected,) = run_ranks(_two_loaders_at_once, 1, lengths, init_process_group=False)
+    for weight in run_ranks(_two_loaders, 4, lengths, init_process_group=False):
+        assert weight == pytest.approx(expected, rel=1e-12)
+
+
+def _two_loaders_at_once(rank: int, world_size: int, lengths: tuple[int, int]) -> float:
+    """One process with the batches of all data ranks, the shorter loader starting again."""
+    module = Pairs()
+    optimizer = module.configure_optimizers()
+    first, second = (list(torch.arange(n).split(8)) for n in lengths)
+    for step, other in enumerate(second):
+        optimizer.zero_grad()
+        module.training_step({"a": first[step % len(first)], "b": other}, step).backward()
+        optimizer.step()
+    return weight_of(module)
 
 
 # ---------------------------------------------------------------- random augmentation
@@ -407,8 +447,7 @@ def _stream(rank: int, world_size: int, length: int, degrees: Any) -> dict[str, 
     trainer = build_trainer(world_size, TitanStrategy(**degrees), max_epochs=2)
     module = Counts()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        warnings.filterwarnings("error", message=".*set_data_parallel")
         trainer.fit(module, build())
     (logged,) = trainer.validate(module, build(), verbose=False)
     return {"weight": weight_of(module), "read": module.read, **logged}
@@ -502,6 +541,34 @@ def test_loaders_are_left_alone_on_request() -> None:
 def test_a_distributed_sampler_of_the_user_is_left_alone() -> None:
     first, second = run_ranks(_sharded_by_user, 2, "sampler", init_process_group=False)
     assert first[0] == [[[0, 2], [4, 6]]] and second[0] == [[[1, 3], [5, 7]]]
+
+
+class KnowsItsLength(DataLoader[int]):
+    """A loader that takes the coordinate itself."""
+
+    def set_data_parallel(self, rank: int, size: int) -> None:
+        assert isinstance(self.dataset, Stream)
+        self.dataset.set_data_parallel(rank, size)
+
+
+def _costs(rank: int, world_size: int) -> tuple[str, Read]:
+    class Keeps(Tiny):
+        def on_train_end(self) -> None:
+            self.kind = type(self.trainer.train_dataloader).__name__
+
+    def build() -> Any:
+        stream = Stream(8)
+        stream.__class__ = type("SizedStream", (Stream,), {"__len__": lambda self: 4})
+        return KnowsItsLength(stream, batch_size=2)
+
+    module = fit(rank, world_size, {}, build, Keeps)
+    return module.kind, module.read
+
+
+def test_a_loader_that_knows_its_part_needs_no_collective() -> None:
+    first, second = run_ranks(_costs, 2, init_process_group=False)
+    assert first == ("KnowsItsLength", [[[0, 2], [4, 6]]])
+    assert second == ("KnowsItsLength", [[[1, 3], [5, 7]]])
 
 
 @pytest.mark.parametrize("kind", ["own part", "own stream"])

@@ -111,9 +111,7 @@ def test_a_model_of_ones_own_needs_no_schema(tmp_path: Path) -> None:
     (tmp_path / "model" / "mine.yaml").write_text("_target_: mine.Model\nlayers: 3\n")
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose(
-            "train", overrides=[f"hydra.searchpath=[file://{tmp_path}]", "model=mine"]
-        )
+        config = compose("train", overrides=[f"hydra.searchpath=[file://{tmp_path}]", "model=mine"])
     assert resolve_run(config, tmp_path).config["model"] == {"_target_": "mine.Model", "layers": 3}
 
 
@@ -292,9 +290,7 @@ def test_a_wrong_command_line_ends_at_once_without_torch(tmp_path: Path) -> None
         "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'lightning' in sys.modules)"
     )
     env = {"PYTHONPATH": str(CONF.parent), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == "2 False False\n"
     assert done.stderr.startswith("titanplug: ") and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
@@ -311,7 +307,7 @@ def test_cfg_and_help_show_and_start_nothing(tmp_path: Path) -> None:
     shown = command("train", "experiment=quickstart", "--cfg", "job", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     config = yaml.safe_load(shown.stdout)
-    assert config["model"]["dim"] == 160 and config["parallelism"]["dp_shard"] == 2
+    assert config["model"]["dim"] == 160 and config["trainer"]["devices"] == 2
     helped = command("train", "--help", cwd=tmp_path)
     assert helped.returncode == 0 and "experiment=quickstart" in helped.stdout
     assert "optim: adamw, sgd" in helped.stdout and "schema" not in helped.stdout

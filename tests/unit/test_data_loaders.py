@@ -14,6 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from tests.harness import reference
 from titanplug.data import StatefulDataLoader
 from titanplug.data.loaders import EpochRandomSampler
 from titanplug.errors import ConfigError
@@ -63,9 +64,7 @@ def test_reading_draws_nothing_from_the_global_state(num_workers):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "stop"), [*((0, stop) for stop in range(1, 11)), (2, 3), (2, 5)]
-)
+@pytest.mark.parametrize(("num_workers", "stop"), [*((0, stop) for stop in range(1, 11)), (2, 3), (2, 5)])
 def test_a_loader_goes_on_after_each_batch(num_workers, stop):
     whole = build()
     expected = [read(whole) for _ in range(4)]
@@ -232,9 +231,7 @@ def fit(folder, loader, *, until, ckpt_path=None, callbacks=(), **options):
 
 
 @pytest.mark.parametrize(("num_workers", "saved"), [(0, 3), (0, 5), (0, 7), (1, 3), (1, 5)])
-@pytest.mark.parametrize(
-    "options", [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3}, {"val_check_interval": 2}], ids=str)
 def test_lightning_resumes_with_the_next_batch(tmp_path, saved, options, num_workers):
     expected = fit(tmp_path, build(), until=11, **options)
     checkpoint = ModelCheckpoint(
@@ -253,9 +250,7 @@ def test_lightning_resumes_after_the_end_of_an_epoch_twice(tmp_path, by_steps, l
     epoch = limit.get("limit_train_batches", 5)
 
     def run(num_epochs, **options):
-        ends = (
-            {"until": num_epochs * epoch} if by_steps else {"until": -1, "max_epochs": num_epochs}
-        )
+        ends = {"until": num_epochs * epoch} if by_steps else {"until": -1, "max_epochs": num_epochs}
         return fit(tmp_path, build(num_workers=1), **ends, **options, **limit)
 
     def save():
@@ -271,16 +266,19 @@ def test_lightning_resumes_after_the_end_of_an_epoch_twice(tmp_path, by_steps, l
 
 class RecordSampler(Callback):
     def on_train_start(self, trainer, module):
-        self.loader = trainer.train_dataloader
+        loader = trainer.train_dataloader
+        self.types = type(loader), type(loader.sampler)
 
 
 def test_lightning_puts_its_distributed_sampler_into_the_loader(tmp_path):
-    record = RecordSampler()
-    L.seed_everything(3, verbose=False)
-    rows = fit(tmp_path, build(), until=7, callbacks=[record], strategy="ddp")
-    assert type(record.loader) is StatefulDataLoader
-    assert type(record.loader.sampler) is DistributedSampler
-    assert rows == fit(tmp_path, build(), until=7)  # the same order without
+    def train():  # in a process of its own: "ddp" leaves variables and a process group behind
+        record = RecordSampler()
+        L.seed_everything(3, verbose=False)
+        rows = fit(tmp_path, build(), until=7, callbacks=[record], strategy="ddp")
+        return rows, *record.types
+
+    rows = fit(tmp_path, build(), until=7)
+    assert reference(train) == (rows, StatefulDataLoader, DistributedSampler)  # the same order
 
 
 def test_sampler_has_a_length_and_an_epoch():

@@ -22,6 +22,7 @@ from titanplug.data import (
     TextDataModule,
 )
 from titanplug.data.cache import publish_folder, resolve_cache_dir
+from titanplug.data.loaders import EpochRandomSampler
 from titanplug.errors import ConfigError, TitanplugError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -77,6 +78,23 @@ def test_batches_have_the_format_and_every_byte_of_evaluation_counts(build):
     train_bytes = len(documents["train"][0].encode())
     num_tokens = len(datamodule.tokenizer.encode(documents["train"][0])) + 2
     assert datamodule.bytes_per_token == train_bytes / num_tokens
+
+
+def test_only_training_rows_are_shuffled_and_nothing_is_drawn_from_the_global_state(build):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    orders = []
+    for seed in (1, 2):
+        datamodule = build(seed=seed, batch_size=1, seq_len=100)  # no two rows alike
+        datamodule.setup()
+        dataset = datamodule.train_dataloader().dataset
+        rows = [tuple(dataset[i]["input_ids"].tolist()) for i in range(len(dataset))]
+        loader = datamodule.train_dataloader()
+        orders.append([rows.index(tuple(batch["input_ids"][0].tolist())) for batch in loader])
+        assert orders[-1] == list(EpochRandomSampler(dataset, seed))
+        list(datamodule.val_dataloader())
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_shipped_text_is_the_default(tmp_path):
@@ -175,9 +193,7 @@ def test_empty_splits_are_errors_where_they_are_needed(build, tmp_path):
     datamodule = build(validation_fraction=0.0)
     datamodule.setup("fit")
     assert datamodule.val_dataloader() == []
-    with pytest.raises(
-        ConfigError, match=r"validation split has no documents; .*\['test', 'train'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"validation split has no documents; .*\['test', 'train'\]"):
         datamodule.setup("validate")
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "a" * 1000, "split": "training"}) + "\n")
@@ -193,9 +209,7 @@ def test_empty_splits_are_errors_where_they_are_needed(build, tmp_path):
 def test_too_little_text_for_a_step_is_named(build):
     datamodule = build(seq_len=2000)
     datamodule.setup("fit")
-    with pytest.raises(
-        ConfigError, match=r"3\d+ tokens, 1 rows of seq_len=2000: .*batch_size=4 rows"
-    ):
+    with pytest.raises(ConfigError, match=r"3\d+ tokens, 1 rows of seq_len=2000: .*batch_size=4 rows"):
         datamodule.train_dataloader()
 
 
@@ -270,17 +284,13 @@ def test_a_checkpoint_is_refused_with_another_tokenizer(build, tmp_path):
 
 def compose(**groups):
     """The groups put together as the root configuration does."""
-    config = {
-        group: OmegaConf.load(CONF / group / f"{name}.yaml") for group, name in groups.items()
-    }
+    config = {group: OmegaConf.load(CONF / group / f"{name}.yaml") for group, name in groups.items()}
     for options in config.values():
         options.pop("defaults")  # Hydra's: the schema
     return OmegaConf.create({"seed": 7, **config})
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml"))
-)
+@pytest.mark.parametrize("path", sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")))
 def test_every_configuration_names_only_arguments_and_has_their_defaults(path):
     config = OmegaConf.load(path)
     target = getattr(titanplug.data, config.pop("_target_").removeprefix("titanplug.data."))

@@ -151,9 +151,7 @@ def test_a_position_of_other_shares_is_refused_with_both_degrees():
         build(rank=1, size=4, num_workers=2).load_state_dict(state)
     with pytest.raises(ConfigError, match="rank 1 was given to rank 0"):
         build(rank=0, size=2, num_workers=2).load_state_dict(state)
-    with pytest.raises(
-        ConfigError, match="with 2 readers a rank, now there are 1.*num_workers to 2"
-    ):
+    with pytest.raises(ConfigError, match="with 2 readers a rank, now there are 1.*num_workers to 2"):
         build(rank=1, size=2).load_state_dict(state)
     build(rank=1, size=2, num_workers=2).load_state_dict(state)
     one = build(num_workers=0)

@@ -98,8 +98,8 @@ def _unknown_keys(config: DictConfig) -> Iterator[str]:
 
 def _nodes(prefix: str, config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
     yield prefix, config
-    for key in config:
-        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)):
+    for key in map(str, config):
+        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
             continue
         child = config[key]
         if isinstance(child, DictConfig):

@@ -52,6 +52,8 @@ class TitanStrategyConfig:
         meta_init: build the model without memory and fill it module by module.
         reshard_after_forward: free gathered parameters between forward and backward.
         gradient_norm_type: p of the gradient norm, a number or "inf".
+        check_peers: debug switch: tensor-parallel ranks must read the same batch and hold the same gradients
+            of replicated weights, checked in every step.
         error_if_nonfinite: stop before a step whose gradient norm is NaN or infinite.
         process_group_backend: backend of torch.distributed; null: by device.
         timeout_s: seconds until a collective that a rank doesn't join fails.
@@ -69,8 +71,9 @@ class TitanStrategyConfig:
     reshard_after_forward: bool = True
     gradient_norm_type: float | str = 2.0
     error_if_nonfinite: bool = False
+    check_peers: bool = False
     process_group_backend: str | None = None
-    timeout_s: float = 1800.0
+    timeout_s: float = 180.0
 
 
 @dataclass

@@ -235,9 +235,7 @@ class PackedDataModule(L.LightningDataModule):
 
     def _require_tokens(self, split: Split) -> Tokens:
         if self._tokens is None:
-            raise TitanplugError(
-                "The data is not loaded yet. Call setup() of the data module first."
-            )
+            raise TitanplugError("The data is not loaded yet. Call setup() of the data module first.")
         if split not in self._tokens:
             raise ConfigError(
                 f"The {split} split has no documents; there are: {sorted(self._tokens)}. Name the "

@@ -174,9 +174,7 @@ def _parse_lines(lines: Iterator[str], name: str) -> Iterator[tuple[str, Mapping
             f"{name}, line {number}: not JSON ({error}). Write one JSON object a line."
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{name}, after line {number}: not UTF-8. Convert the file to UTF-8."
-        ) from error
+        raise ConfigError(f"{name}, after line {number}: not UTF-8. Convert the file to UTF-8.") from error
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise ConfigError(
             f"{name}, after line {number}: the compressed file is damaged or cut off ({error}). "
@@ -210,9 +208,7 @@ def _divide(texts: list[str], fractions: Fractions) -> Documents:
     """Hold out documents by the hash of their text; the order of those in a split stays."""
     num_validation = _count_held_out(fractions.validation, len(texts))
     num_test = _count_held_out(fractions.test, len(texts))
-    by_hash = sorted(
-        range(len(texts)), key=lambda i: (hashlib.sha256(texts[i].encode("utf-8")).digest(), i)
-    )
+    by_hash = sorted(range(len(texts)), key=lambda i: (hashlib.sha256(texts[i].encode("utf-8")).digest(), i))
     validation = set(by_hash[:num_validation])
     test = set(by_hash[num_validation : num_validation + num_test])
     return {
@@ -228,9 +224,7 @@ def _count_held_out(fraction: float, num_texts: int) -> int:
 
 def _split_text(text: str, fractions: Fractions) -> Documents:
     test = _find_line_start(text, round(len(text) * (1 - fractions.test)))
-    validation = _find_line_start(
-        text, round(len(text) * (1 - fractions.test - fractions.validation))
-    )
+    validation = _find_line_start(text, round(len(text) * (1 - fractions.test - fractions.validation)))
     parts = (text[:validation], text[validation:test], text[test:])
     return {split: [part] if part else [] for split, part in zip(SPLITS, parts, strict=True)}
 

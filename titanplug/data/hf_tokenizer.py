@@ -26,9 +26,7 @@ class HFTokenizer(SubwordTokenizer):
         ConfigError: there is no such file, it is none of a tokenizer, or a token is not in it.
     """
 
-    def __init__(
-        self, path: str, eos_token: str | None = None, bos_token: str | None = None
-    ) -> None:
+    def __init__(self, path: str, eos_token: str | None = None, bos_token: str | None = None) -> None:
         super().__init__()
         file = Path(path).expanduser()
         file = file / TOKENIZER_FILE if file.is_dir() else file
@@ -85,7 +83,6 @@ def _require_token(backend: tokenizers.Tokenizer, role: str, token: str, file: P
     token_id = backend.token_to_id(token)
     if token_id is None:
         raise ConfigError(
-            f"{role}={token!r}: {str(file)!r} has no such token. Set {role} to a token of its "
-            "vocabulary."
+            f"{role}={token!r}: {str(file)!r} has no such token. Set {role} to a token of its vocabulary."
         )
     return token_id

@@ -123,7 +123,6 @@ class HFDataModule(PackedDataModule):
         self.shuffle_block = shuffle_block
         self.batches_per_epoch = batches_per_epoch
         self.tokenizer_documents = tokenizer_documents
-        self._stream_loader: StreamDataLoader | None = None
         self._stream_state: dict[str, Any] | None = None
         if problems := self._list_problems():
             raise ConfigError(problems)
@@ -136,11 +135,7 @@ class HFDataModule(PackedDataModule):
             ConfigError: the dataset, a split or the column cannot be found.
         """
         splits = [split for split in SPLITS if self.split_names[split] is not None]
-        return {
-            split: self._read_split(split)
-            for split in splits
-            if split != "train" or not self.streaming
-        }
+        return {split: self._read_split(split) for split in splits if split != "train" or not self.streaming}
 
     @override
     def read_tokenizer_documents(self, documents: Documents) -> Sequence[str]:
@@ -170,14 +165,12 @@ class HFDataModule(PackedDataModule):
         """Loader of the training rows; its position can be saved."""
         if not self.streaming:
             return super().train_dataloader()
-        source = HFDocuments(
-            self._load("train"), self.text_key, self.shuffle_block, self.options.seed
-        )
+        source = HFDocuments(self._load("train"), self.text_key, self.shuffle_block, self.options.seed)
         stream = PackedStream(source, self.tokenizer, self.row_format)
         stream.set_data_parallel(*self._data_parallel())
         # The length is the loader's own; it does not depend on workers.
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
-        self._stream_loader = StreamDataLoader(
+        loader = StreamDataLoader(
             stream,
             batch_size=self.options.batch_size,
             batches_per_epoch=self.batches_per_epoch,
@@ -186,9 +179,9 @@ class HFDataModule(PackedDataModule):
             seed=self.options.seed,
         )
         if self._stream_state is not None:
-            self._stream_loader.load_state_dict(self._stream_state)
+            loader.load_state_dict(self._stream_state)
             self._stream_state = None
-        return self._stream_loader
+        return loader
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -198,8 +191,10 @@ class HFDataModule(PackedDataModule):
         Of a data module it keeps what the first rank has, so several ranks cannot use this way.
         """
         state = super().state_dict()
-        if self._stream_loader is not None and self._data_parallel()[1] == 1:
-            state["stream"] = self._stream_loader.state_dict()
+        # A strategy may have put a copy of the loader in, so the trainer is asked.
+        loader = None if self.trainer is None else self.trainer.train_dataloader
+        if isinstance(loader, StreamDataLoader) and self._data_parallel()[1] == 1:
+            state["stream"] = loader.state_dict()
         return state
 
     @override

@@ -143,9 +143,7 @@ class PackedStream(IterableDataset[tuple[Row, StreamPosition]]):
                 num_tokens -= seq_len
                 yield row, StreamPosition(blocks[0].epoch, blocks[0].document, blocks[0].offset)
 
-    def _read_blocks(
-        self, share: int, num_shares: int, position: StreamPosition
-    ) -> Iterator[_Block]:
+    def _read_blocks(self, share: int, num_shares: int, position: StreamPosition) -> Iterator[_Block]:
         epoch, start, offset = position
         while True:
             found = False

@@ -71,9 +71,7 @@ class StreamDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._num_batches, self._resume_batch = self._resume_batch, 0
         self.dataset.seek(self._positions, self._next_worker)  # before workers get their copies
-        for batch, position in islice(
-            super().__iter__(), self.batches_per_epoch - self._num_batches
-        ):
+        for batch, position in islice(super().__iter__(), self.batches_per_epoch - self._num_batches):
             self._positions[self._next_worker] = position
             self._next_worker = (self._next_worker + 1) % self._num_readers
             self._num_batches += 1
@@ -120,8 +118,7 @@ class StreamDataLoader(DataLoader[Any]):
         if problems:
             raise ConfigError(problems)
         self._positions = {
-            int(worker): StreamPosition(*position)
-            for worker, position in state_dict["positions"].items()
+            int(worker): StreamPosition(*position) for worker, position in state_dict["positions"].items()
         }
         self._next_worker = state_dict["next_worker"]
         self._num_batches = self._resume_batch = state_dict["num_batches"] % self.batches_per_epoch

@@ -133,9 +133,7 @@ class BPETokenizer(SubwordTokenizer):
                 f"{END_OF_TEXT}. Give {MIN_BPE_VOCAB_SIZE} or more."
             )
         if min_frequency < 1:
-            problems.append(
-                f"min_frequency={min_frequency}: a merge occurs at least once. Give 1 or more."
-            )
+            problems.append(f"min_frequency={min_frequency}: a merge occurs at least once. Give 1 or more.")
         if problems:
             raise ConfigError(problems)
         self._vocab_size = vocab_size
@@ -175,8 +173,7 @@ class BPETokenizer(SubwordTokenizer):
         backend.train_from_iterator(documents, trainer)
         if backend.get_vocab_size() < self.vocab_size:
             logger.warning(
-                "The training text gives %d BPE tokens, fewer than vocab_size=%d: the other ids "
-                "stay unused.",
+                "The training text gives %d BPE tokens, fewer than vocab_size=%d: the other ids stay unused.",
                 backend.get_vocab_size(),
                 self.vocab_size,
             )
@@ -192,7 +189,7 @@ def _count_token_bytes(backend: tokenizers.Tokenizer) -> IntArray | None:
     for token, token_id in vocabulary.items():
         num_bytes[token_id] = len(token)  # a character of the spelling stands for a byte
     for token_id, added in backend.get_added_tokens_decoder().items():
-        num_bytes[token_id] = 0 if added.special else len(added.content.encode("utf-8"))
+        num_bytes[token_id] = len(added.content.encode("utf-8"))  # spelt as it is
     return num_bytes
 
 

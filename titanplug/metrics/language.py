@@ -36,9 +36,7 @@ def token_nll(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    nll = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return nll, (labels != IGNORE_INDEX).sum()
 
 

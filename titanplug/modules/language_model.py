@@ -74,9 +74,7 @@ class LanguageModel(L.LightningModule):
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B, S, V)."""
         assert self.model is not None, "configure_model runs first"
-        logits: Tensor = self.model(
-            batch["input_ids"], batch.get("positions"), batch.get("document_ids")
-        )
+        logits: Tensor = self.model(batch["input_ids"], batch.get("positions"), batch.get("document_ids"))
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:

@@ -8,10 +8,13 @@ targets.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanplug.mesh import Mesh
@@ -76,3 +79,52 @@ def free_gathered(units: list[FSDPModule]) -> None:
     """
     for unit in units:
         unit.reshard()
+
+
+def register_backward(units: list[FSDPModule], loss: Tensor) -> None:
+    """Let a backward that starts at ``loss`` inside the root's forward reduce the gradients of all units.
+
+    Where a step is over before backward, the root's hooks on its output do this.
+    """
+    state: Any = units[-1]._get_fsdp_state()
+    state._register_pre_backward_hook(loss)
+
+
+@contextmanager
+def gathered_when_called(units: list[FSDPModule]) -> Iterator[None]:
+    """Inside, gather what the root holds whenever a module that holds a part of it is called.
+
+    The root's forward gathers it once, at its start; a backward or :func:`free_gathered` inside of that
+    forward frees it.
+    """
+    root = units[-1]
+    groups = _param_groups(root)
+
+    def gather(module: nn.Module, args: Any) -> None:
+        if not all(group.is_unsharded for group in groups):
+            root.unshard()
+
+    holders = {parameter._module_info.module for group in groups for parameter in group.fsdp_params}
+    handles = [holder.register_forward_pre_hook(gather) for holder in holders if holder is not root]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def follow_frozen(units: list[FSDPModule]) -> None:
+    """Freeze and unfreeze the gathered parameters of the root as its own parameters are.
+
+    Other units do so by themselves when they gather.
+    """
+    for group in _param_groups(units[-1]):
+        if group.is_unsharded:
+            for parameter in group.fsdp_params:
+                parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def _param_groups(unit: FSDPModule) -> list[Any]:
+    state: Any = unit._get_fsdp_state()
+    groups: list[Any] = state._fsdp_param_groups
+    return groups

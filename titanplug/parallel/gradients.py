@@ -68,7 +68,8 @@ def global_gradient_norm(groups: Sequence[GradientGroup], norm_type: float, devi
         device: where the result lives.
 
     Returns:
-        0-dim float64 tensor. One all-reduce over all ranks, of one number.
+        0-dim float64 tensor; NaN where any gradient is. One all-reduce over all ranks, of one number, or of
+        two for ``inf``.
     """
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -84,9 +85,19 @@ def global_gradient_norm(groups: Sequence[GradientGroup], norm_type: float, devi
             norms = torch._foreach_norm(grads, norm_type)
             powers = torch.stack(norms).double().pow_(norm_type)
             total += powers.sum() / group.num_copies
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
-    return total if infinite else total.pow_(1.0 / norm_type)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if infinite:
+        return _largest_of_ranks(total) if several else total
+    if several:
+        dist.all_reduce(total)
+    return total.pow_(1.0 / norm_type)
+
+
+def _largest_of_ranks(value: Tensor) -> Tensor:
+    # A backend's maximum may drop NaN, on some ranks and not on others: that there is one is sent beside it.
+    pair = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)])
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX)
+    return torch.where(pair[1] > 0, math.nan, pair[0])
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ parameters, and its state holds DTensors over the same memory, as checkpoints an
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from typing import Any
 
@@ -53,15 +54,18 @@ class LocalShards:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._own: list[list[nn.Parameter]] | None = None
         self._own_state: Any = None
-        self._num_own = 0
+        self._own_values: list[Any] = []
         self._local_state: Any = defaultdict(dict)
         self._known: list[int] = []
         """Which tensors the two states were last seen to share."""
+        # Ours is the first hook after a step, so that those of others see the module's parameters.
+        hook = optimizer.register_step_post_hook(lambda *_: self.exit())
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
 
     def enter(self) -> None:
         """Put shards in the place of parameters, their gradients and their state."""
         optimizer = self.optimizer
-        if optimizer.state is not self._own_state or len(optimizer.state) != self._num_own:
+        if optimizer.state is not self._own_state or not self._is_unchanged(optimizer.state):
             self._take_over(optimizer.state)
         self._own = []
         for group in optimizer.param_groups:
@@ -81,13 +85,13 @@ class LocalShards:
         optimizer.state = self._own_state
         for shard in self._shards.values():
             shard.grad = None
-        present = [id(value) for state in self._local_state.values() for value in state.values()]
+        present = [id(value) for value in _values(self._local_state)]
         if present != self._known:
             self._known = present
             for parameter, shard in self._shards.items():
                 if shard in self._local_state:
                     optimizer.state[parameter] = _wrapped(self._local_state[shard], parameter)
-        self._num_own = len(optimizer.state)
+        self._own_values = _values(optimizer.state)
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
@@ -104,6 +108,10 @@ class LocalShards:
             shard.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
         return shard
 
+    def _is_unchanged(self, state: Any) -> bool:
+        values = _values(state)
+        return len(values) == len(self._own_values) and all(map(operator.is_, values, self._own_values))
+
     def _take_over(self, state: Any) -> None:
         """Start from a state that was loaded or changed since the last step."""
         self._local_state = defaultdict(dict)
@@ -111,6 +119,10 @@ class LocalShards:
         for parameter, shard in self._shards.items():
             if parameter in state:
                 self._local_state[shard] = _unwrapped(state[parameter])
+
+
+def _values(state: Any) -> list[Any]:
+    return [value for of_parameter in state.values() for value in of_parameter.values()]
 
 
 def _wrapped(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from titanplug.parallel.collectives import AxisGroup, gather_blocks
+from titanplug.parallel.collectives import AxisGroup, copy_to_shards, gather_blocks
 from titanplug.parallel.cross_entropy import sharded_cross_entropy
 
 
@@ -76,7 +76,7 @@ class ShardedLogits(Tensor):
             start, width = self.group.block(self.shape[-1])
             self.local.copy_(whole.narrow(-1, start, width))
         else:
-            func(self.local, *args, **kwargs)
+            func(self.local, *_copied(self.group, args), **_copied(self.group, kwargs))
         return self
 
     @classmethod
@@ -105,7 +105,13 @@ def _same_columns(func: Callable[..., Any], logits: ShardedLogits, *args: Any, *
     """Casts, copies and other operations on each element: on the local columns."""
     if _has_dims(args, kwargs):
         return NotImplemented
-    return _rewrap(logits, func(logits.local, *args, **kwargs))
+    group = logits.group
+    return _rewrap(logits, func(logits.local, *_copied(group, args), **_copied(group, kwargs)))
+
+
+def _copied(group: AxisGroup, arguments: Any) -> Any:
+    """Numbers that are trained (a temperature): each rank's columns give a part of their gradient."""
+    return tree_map_only(Tensor, lambda t: copy_to_shards(t, group) if t.requires_grad else t, arguments)
 
 
 def _view(func: Callable[..., Any], logits: ShardedLogits, *shape: Any) -> Any:

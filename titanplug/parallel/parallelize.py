@@ -40,10 +40,9 @@ class Parallelized:
     fsdp_units: list[FSDPModule] = field(default_factory=list)
 
     def partial_parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        """Parameters whose gradients are parts of a sum over the tensor axis, as they are now."""
-        names = self.tensor.partial_gradients
-        found = [root.get_parameter(name) for name in names]
-        return list(dict.fromkeys(parameter for parameter in found if parameter.requires_grad))
+        """Parameters whose gradients are parts of a sum over the tensor axis, also those that are frozen."""
+        found = [root.get_parameter(name) for name in self.tensor.partial_gradients]
+        return list(dict.fromkeys(found))
 
 
 def parallelize(

@@ -187,4 +187,4 @@ def install_style(
             if next(owner.parameters(recurse=False), None) is not None:
                 owner.forward = _LocalForward(owner)  # type: ignore[method-assign]
         return
-    module.forward = forward
+    module.forward = forward  # type: ignore[method-assign]

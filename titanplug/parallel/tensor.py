@@ -70,6 +70,11 @@ def apply_tensor_parallel(
     prepared = [name for name, style in styles.items() if isinstance(style, PrepareModuleInput)]
     for name, style in styles.items():
         module = root.get_submodule(name)
+        if module is root:
+            # The step itself computes with them, so they stay plain tensors.
+            if _has_partial_gradients(style, options):
+                result.partial_gradients += [key for key, _ in root.named_parameters(recurse=False)]
+            continue
         _distribute(module, style, mesh, tied)
         if _has_partial_gradients(style, options):
             names = [f"{name}.{key}" for key, _ in module.named_parameters()]
@@ -113,6 +118,12 @@ def validate_styles(root: nn.Module, styles: dict[str, Style], tp: int) -> None:
             covered = any(owner == name or owner.startswith(f"{name}.") for name in computing)
             if covered:
                 seen.add(id(parameter))
+            elif id(parameter) not in seen and module is root:
+                problems.append(
+                    f"{key}: no style of the tensor-parallel plan covers this parameter of the module "
+                    f"itself. Add \"\": ReplicateParallel() to the plan if every rank computes alike with it, "
+                    "with partial_grad=True if on a shard of the sequence."
+                )
             elif id(parameter) not in seen:
                 problems.append(
                     f"{owner}.{key}: no style of the tensor-parallel plan covers this parameter, so its "
@@ -126,6 +137,14 @@ def validate_styles(root: nn.Module, styles: dict[str, Style], tp: int) -> None:
 
 def _style_problems(name: str, module: nn.Module, style: Style, tp: int) -> list[str]:
     kind = type(module).__name__
+    if not name:
+        own = [key for key, _ in module.named_parameters(recurse=False)]
+        if not own or isinstance(style, ReplicateParallel):
+            return []
+        return [
+            f"{', '.join(own)}: {type(style).__name__} is the style of parameters of the module itself, which "
+            "the step computes with as they are. Only ReplicateParallel() fits. Change the style."
+        ]
     if isinstance(style, ColwiseParallel):
         if not isinstance(module, nn.Linear):
             return [f"{name}: ColwiseParallel is for nn.Linear, and this is {kind}. Change the style."]

@@ -8,21 +8,17 @@ published by a rename, so a checkpoint that can be seen is whole.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from titanplug.strategy import checkpoint_state as states
 from titanplug.strategy.checkpoint_files import (
@@ -37,12 +33,8 @@ from titanplug.strategy.checkpoint_files import (
     write_meta,
     writing_path,
 )
-
-loader_states, model_state, optimizer_state = (
-    states.loader_states,
-    states.model_state,
-    states.optimizer_state,
-)
+from titanplug.strategy.checkpoint_reader import MODEL_KEY, CheckpointReader, Position
+from titanplug.strategy.checkpoint_state import loader_states, model_state, optimizer_state
 
 __all__ = [
     "CheckpointError",
@@ -54,10 +46,8 @@ __all__ = [
     "save",
 ]
 
-_MODEL = "state_dict"
+_EXTRA = "extra_states"
 _OPTIMIZERS = "optimizer_states"
-Position = tuple[int, int]
-"""A data-parallel rank and the number of such ranks."""
 
 
 def save(checkpoint: dict[str, Any], path: Path, position: Position) -> None:
@@ -75,7 +65,9 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position) -> None:
     try:
         with agreed(f"preparing {path}"):
             rest = states.without_loader_states(checkpoint)
-            tensors: dict[str, Any] = {_MODEL: rest.pop(_MODEL)}
+            model = rest.pop(MODEL_KEY)
+            tensors: dict[str, Any] = {MODEL_KEY: states.tensors_of(model)}
+            rest[_EXTRA] = {name: model[name] for name in model.keys() - tensors[MODEL_KEY].keys()}
             if _OPTIMIZERS in rest:
                 split = [states.split_tensors(state) for state in rest[_OPTIMIZERS]]
                 rest[_OPTIMIZERS] = [plain for plain, _ in split]
@@ -87,7 +79,10 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position) -> None:
                 aside.mkdir(parents=True)
                 write_meta(rest, aside / META_FILE)
         with agreed(f"writing {path}"):
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside))
+            writer = dcp.FileSystemWriter(aside)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
         with agreed(f"publishing {path}"):
             if is_first():
                 publish(aside, path)
@@ -128,10 +123,10 @@ def load(
             return _load_file(path, module, optimizers, strict, weights_only)
         require_checkpoint(path)
         rest: dict[str, Any] = load_plain(path / META_FILE, weights_only)
-        reader = _Reader(path, weights_only)
+        reader = CheckpointReader(path, weights_only)
     # Every rank has found the same files: from here on they fail alike, or torch tells them.
     with agreed(f"loading {path}"):
-        reader.read_model(module, strict)
+        reader.read_model(module, rest.pop(_EXTRA), strict)
         saved = rest.pop(_OPTIMIZERS, None)
         if optimizers:
             _require_optimizers(path, saved, len(optimizers))
@@ -162,8 +157,8 @@ def consolidate(path: Path | str, output: Path | str) -> Path:
     path, output = Path(path), Path(output)
     require_checkpoint(path)
     whole: dict[str, Any] = load_plain(path / META_FILE, weights_only=True)
-    reader = _Reader(path, weights_only=True, alone=True)
-    whole[_MODEL] = reader.read_whole(_MODEL)
+    reader = CheckpointReader(path, weights_only=True, alone=True)
+    whole[MODEL_KEY] = reader.read_whole(MODEL_KEY) | whole.pop(_EXTRA)
     for index, plain in enumerate(whole.get(_OPTIMIZERS, [])):
         tensors = {
             name: reader.read_whole(f"{_optimizer_key(index)}.{name}", keys)
@@ -182,112 +177,6 @@ def consolidate(path: Path | str, output: Path | str) -> Path:
     return output
 
 
-class _Reader:
-    """Reads the entries of one checkpoint directory."""
-
-    def __init__(self, path: Path, weights_only: bool | None, alone: bool = False) -> None:
-        self._path = path
-        self._weights_only = weights_only is not False
-        self._alone = alone
-        self._files = dcp.FileSystemReader(path)
-        self._metadata: Metadata = self._files.read_metadata()
-
-    def read_model(self, module: nn.Module, strict: bool) -> None:
-        wanted = states.model_state(module)
-        found = states.names_under(_MODEL, self._metadata)
-        if strict:
-            states.require_same_names(wanted, found, self._path)
-        wanted = {name: value for name, value in wanted.items() if name in set(found)}
-        self._fill({_MODEL: wanted})
-        set_model_state_dict(module, wanted, options=StateDictOptions(strict=strict))
-
-    def read_optimizer(
-        self, key: str, plain: dict[str, Any], module: nn.Module, optimizer: Optimizer
-    ) -> None:
-        names = states.parameter_names(module)
-        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        states.require_same_groups([group["params"] for group in plain["param_groups"]], groups)
-        parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
-        tensors = {
-            name: {entry: self._room_beside(f"{key}.{name}.{entry}", parameters[name]) for entry in entries}
-            for name, entries in plain["tensors"].items()
-        }
-        self._fill({key: tensors})
-        named = states.join_tensors(plain, tensors)
-        optimizer.load_state_dict(states.count_parameters(named, groups))
-
-    def read_loaders(self, position: Position, required: bool = True) -> Any:
-        """The states of this rank's loaders; None where none were saved."""
-        keys = states.loader_keys(self._metadata)
-        own = states.loader_key(*position)
-        if own in keys:
-            return self._unpack(own)
-        saved = [self._unpack(key) for key in keys]
-        if all(state == saved[0] for state in saved):
-            return saved[0] if saved else None  # they don't tell ranks apart
-        if not required:
-            return None
-        raise CheckpointError(
-            f"{self._path} holds the positions of the data loaders of {len(keys)} data-parallel ranks, "
-            f"now there are {position[1]}: each rank reads a share of its own, so the positions "
-            f"can't be handed over. Use {len(keys)} data-parallel ranks, or start a new run from the "
-            "saved weights."
-        )
-
-    def read_whole(self, key: str, names: list[str] | None = None) -> dict[str, Any]:
-        """Entries below ``key`` as whole values, by name."""
-        names = states.names_under(key, self._metadata) if names is None else names
-        entries = {f"{key}.{name}": self._room(f"{key}.{name}") for name in names}
-        self._fill(entries)
-        return {name: entries[f"{key}.{name}"] for name in names}
-
-    def _unpack(self, key: str) -> Any:
-        packed = self._room(key)
-        self._fill({key: packed})
-        buffer = io.BytesIO(packed.numpy().tobytes())
-        try:
-            return torch.load(buffer, weights_only=self._weights_only)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"The states of the data loaders in {self._path} hold Python objects beyond tensors "
-                "and plain containers, which could run code when loaded. If you trust the "
-                "checkpoint, pass weights_only=False."
-            ) from error
-
-    def _room(self, key: str) -> Any:
-        """Where an entry is read to: a tensor, or a place for any other value."""
-        entry = self._metadata.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-    def _room_beside(self, key: str, parameter: nn.Parameter) -> Any:
-        """The same, sharded as the parameter is where it has its shape."""
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        if entry.size != parameter.shape:
-            return self._room(key)
-        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
-
-    def _fill(self, wanted: dict[str, Any]) -> None:
-        planner = _Planner(self._weights_only)
-        dcp.load(wanted, storage_reader=self._files, planner=planner, no_dist=self._alone)
-
-
-class _Planner(DefaultLoadPlanner):
-    """Reads entries that aren't tensors (extra states of modules) as safely as the rest."""
-
-    def __init__(self, weights_only: bool) -> None:
-        super().__init__()
-        self._weights_only = weights_only
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=self._weights_only)  # raises where it could run code
-        value.seek(0)
-        super().load_bytes(read_item, value)
-
-
 def _load_file(
     path: Path,
     module: nn.Module,
@@ -296,7 +185,7 @@ def _load_file(
     weights_only: bool | None,
 ) -> dict[str, Any]:
     rest: dict[str, Any] = load_plain(path, weights_only, mapped=True)
-    whole = rest.pop(_MODEL)
+    whole = rest.pop(MODEL_KEY)
     wanted = states.model_state(module)
     if strict:
         states.require_same_names(wanted, whole, path)

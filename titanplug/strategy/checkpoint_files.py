@@ -24,6 +24,15 @@ from titanplug.errors import TitanplugError
 META_FILE = "meta.pt"
 # A folder of its own: whoever lists checkpoints must not see what isn't whole, whatever its name.
 _WRITING = ".writing"
+_METADATA_MODULES = ("torch.distributed.checkpoint.metadata",)
+_METADATA_NAMES = (
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "collections.OrderedDict",
+)
 
 
 class CheckpointError(TitanplugError):
@@ -162,6 +171,29 @@ def require_checkpoint(path: Path) -> None:
             f"checkpoint file, is needed; it {found}. Check the path; an interrupted save never gets its "
             "final name."
         )
+
+
+def require_plain_metadata(path: Path) -> None:
+    """Check that ``.metadata``, which torch reads with pickle, holds nothing but torch's records.
+
+    Raises:
+        CheckpointError: it names other classes or functions, which could run code when loaded.
+    """
+    try:
+        with (path / ".metadata").open("rb") as file:
+            _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path / '.metadata'} can't be read as the records of a checkpoint: {error}. Don't use it."
+        ) from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if module in _METADATA_MODULES or f"{module}.{name}" in _METADATA_NAMES or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def load_plain(path: Path, weights_only: bool | None, mapped: bool = False) -> Any:

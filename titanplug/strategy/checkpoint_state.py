@@ -30,6 +30,11 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(module)
 
 
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state; the rest are what modules return from ``get_extra_state``."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def shard_like(whole: Tensor, target: Any, name: str) -> Tensor:
     """This rank's part of a whole tensor, laid out as ``target`` is.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from titanplug.mesh import Mesh
 from titanplug.parallel.initialise import named_seed
 from titanplug.strategy.loaders import LockstepLoader, copied_loader, shard_map_loader
+from titanplug.strategy.read_ahead import account_for_read_ahead
 from titanplug.strategy.resume import continue_epoch, data_state
 
 
@@ -65,15 +67,17 @@ class DataSharding:
             seed = named_seed(self._order_seed(own_generator), f"workers of {self._rank}")
             loader = copied_loader(loader, torch.Generator().manual_seed(seed))
             self._seed_workers(loader)
-        if self._size == 1 or isinstance(loader, LockstepLoader):
+        if isinstance(loader, LockstepLoader):
             return loader
+        if self._size == 1:
+            return loader if sized_len(loader) is not None else account_for_read_ahead(loader)
         if self._enabled and not by_index:
             self._tell_coordinate(loader, dataset)
         lengths: list[Any] = [None] * self._size
         dist.all_gather_object(lengths, _known_length(loader), group=self._group())
         if lengths[0] is not None and len(set(lengths)) == 1:
             return loader
-        return LockstepLoader(loader, self._group())
+        return LockstepLoader(account_for_read_ahead(loader), self._group())
 
     def _order_seed(self, own: torch.Generator | None) -> int:
         """The run's seed; where the user gave the loader a generator, that of rank 0 decides too."""

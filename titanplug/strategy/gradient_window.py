@@ -16,6 +16,7 @@ from titanplug.parallel.gradients import (
     clip_by_value,
     global_gradient_norm,
     group_by_copies,
+    local_gradients,
     reduce_partial_gradients,
     scale_gradients,
 )
@@ -58,9 +59,11 @@ class GradientWindow:
         self._error_if_nonfinite = error_if_nonfinite
         loss = layout.mesh["loss"]
         self._weights = LossWeights(loss.get_group(), loss.size())
+        self._share = Share(1, None)
         self._length = 1
         self._open = False
-        self._norm: tuple[int, Tensor] | None = None
+        self._norms: dict[int, Tensor] = {}
+        self._checked: set[int] = set()
         self._partial: list[nn.Parameter] | None = None
         self._groups: dict[int, tuple[int, list[GradientGroup]]] = {}
 
@@ -69,14 +72,32 @@ class GradientWindow:
         """What the latest loss is a mean over: samples, or targets on this rank."""
         return self._weights.count
 
+    def start(self, share: Share) -> None:
+        """A step begins, on a batch of which ``share`` counts."""
+        self._share = share
+
     def add(self, share: Share, output: Any) -> Any:
         """Count a step's loss; see :meth:`LossWeights.add`."""
         return self._weights.add(share.local, share.total, output)
 
     def scale(self, loss: Tensor, length: int) -> Tensor:
         """The latest loss as it goes into backward; ``length`` batches are in a full window."""
-        self._open, self._norm, self._length = True, None, length
+        if not self._open:
+            self._reopen()
+        self._open, self._length = True, length
+        self._norms, self._checked = {}, set()
         return self._weights.scale(loss, length)
+
+    def scale_alone(self, loss: Tensor) -> Tensor:
+        """A loss of manual optimization, which is a mean over the samples of the running step.
+
+        Each of them is a window of its own: how many are added up before a step is the user's choice.
+        """
+        self._weights.reset()
+        self._weights.add(self._share.local, self._share.total, None)
+        scaled = self.scale(loss, 1)
+        self._weights.reset()
+        return scaled
 
     def finish(self, optimizers: list[Optimizer]) -> None:
         """Make gradients final, once, after the last backward of the window."""
@@ -93,30 +114,41 @@ class GradientWindow:
             scale_gradients([p for opt in optimizers for p in _parameters(opt)], factor)
         self._weights.reset()
 
+    def _reopen(self) -> None:
+        """Gradients kept from before are sums already: the next sum over the axis takes one copy of them."""
+        group = self._layout.tensor.group
+        if self._partial and group is not None and group.rank > 0:
+            for grad in local_gradients(self._partial):
+                grad.zero_()
+
     def norm(self, optimizer: Optimizer) -> Tensor:
         """Global norm of the gradients of ``optimizer``, before clipping; a collective, cached."""
-        if self._norm is None or self._norm[0] != id(optimizer):
-            groups = self._grouped(optimizer)
-            self._norm = (
-                id(optimizer),
-                global_gradient_norm(groups, self._norm_type, self._device),
-            )
-        return self._norm[1]
+        norm = self._norms.get(id(optimizer))
+        if norm is None:
+            norm = global_gradient_norm(self._grouped(optimizer), self._norm_type, self._device)
+            self._norms[id(optimizer)] = norm
+        return norm
 
-    def clip(self, optimizer: Optimizer, limit: float, *, by_value: bool) -> None:
-        """Clip by global norm or by value where ``limit`` is above 0, after checking for NaN if asked.
+    def check(self, optimizer: Optimizer) -> None:
+        """Check for NaN and infinity if asked, once a step.
 
         Raises:
             NonFiniteGradientError: on all ranks alike, before the optimizer's step.
         """
-        if self._error_if_nonfinite:
-            norm = self.norm(optimizer).item()
-            if not math.isfinite(norm):
-                raise NonFiniteGradientError(
-                    f"The global gradient norm is {norm}: a gradient is NaN or infinite on some rank. All "
-                    "ranks stop before the step (error_if_nonfinite=True). Lower the learning rate, or "
-                    "look at the batch."
-                )
+        if not self._error_if_nonfinite or id(optimizer) in self._checked:
+            return
+        self._checked.add(id(optimizer))
+        norm = self.norm(optimizer).item()
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError(
+                f"The global gradient norm is {norm}: a gradient is NaN or infinite on some rank. All "
+                "ranks stop before the step (error_if_nonfinite=True). Lower the learning rate, or "
+                "look at the batch."
+            )
+
+    def clip(self, optimizer: Optimizer, limit: float, *, by_value: bool) -> None:
+        """Clip by global norm or by value where ``limit`` is above 0, after :meth:`check`."""
+        self.check(optimizer)
         if limit <= 0:
             return
         if by_value:

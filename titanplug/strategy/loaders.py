@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from titanplug.parallel.initialise import named_seed
 from titanplug.strategy.epoch_order import EpochOrder, seed_global_generators
+from titanplug.strategy.read_ahead import has_state
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class ShardedBatches:
 
     def share(self, index: int) -> Share | None:
         """Share of the batch with this index in the epoch."""
+        if index >= len(self._shares) > 0:
+            index %= len(self)  # the shorter of several loaders starts again within an epoch
         return self._shares[index] if index < len(self._shares) else None
 
     def set_epoch(self, epoch: int) -> None:
@@ -178,6 +181,8 @@ class LockstepLoader:
         """Index of the first batch at the next start: the batches that a resumed epoch has had."""
         self._group = group
         self._end: int | None = None
+        if has_state(loader):  # Lightning looks for these on the object itself
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def share(self, index: int) -> Share | None:
         """Nothing of the batches past this rank's own counts."""
@@ -243,9 +248,7 @@ def shard_map_loader(
     inner = getattr(holder, "_batch_sampler", holder)
     if inner is None:  # batch_size=None: each index is a batch
         order = build_order(loader.sampler)
-        object.__setattr__(
-            loader, "sampler", ShardedBatches(order, batches=order, items=True, **settings)
-        )
+        object.__setattr__(loader, "sampler", ShardedBatches(order, batches=order, items=True, **settings))
         return loader
     if type(inner) is BatchSampler:
         order = build_order(inner.sampler)

@@ -1,32 +1,34 @@
-"""``self.log`` in a step, made exact over ranks and cheap.
-
-Values logged in a step are recorded while it runs and passed on to Lightning when it is done, because only
-then the weight of a loss (its number of targets) is known. On the way
-
-- each value gets its weight: the number of targets for the loss, else ``batch_size``, else the samples;
-- values of a batch that doesn't count become neutral, so that every rank has the same keys;
-- per-step values are reduced over ranks where somebody reads them: on steps that are logged, for the
-  progress bar, and for keys that a callback monitors. All keys go in one collective.
+"""``self.log``, made exact over ranks and cheap.
 
 Every logged value is that of all ranks together, as one process would log it, whether ``sync_dist`` is set
 or not; ``rank_zero_only`` and a ``sync_dist_group`` of the caller's are left alone.
+
+- What a step logs is held back until the step is done, because only then the weight of its loss (the number
+  of targets) is known. Other hooks of a batch log at once.
+- Each value gets its weight: the number of targets for the loss, else ``batch_size``, else the samples that
+  count. A batch that doesn't count gives neutral values, so that every rank has the same keys.
+- Values of a step are reduced over ranks where somebody reads them: on steps that are logged, for the
+  progress bar, and for keys that a callback or a scheduler monitors. All keys go in one collective, at
+  points that every rank comes to: the end of the step, and the end of the batch for what other hooks logged.
+- Values of an epoch are reduced by Lightning at its end, after the ranks have agreed on the keys.
 """
 
 from __future__ import annotations
 
-import hashlib
+import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from torch import Tensor
 from torchmetrics import Metric
 
-from titanplug.errors import TitanplugError
 from titanplug.parallel.logits import ShardedLogits
+from titanplug.strategy.log_reduction import LogEntry, reduce_entries, require_same_keys
 
 _ARGUMENTS = (
     "prog_bar",
@@ -42,32 +44,19 @@ _ARGUMENTS = (
     "metric_attribute",
     "rank_zero_only",
 )
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
-
-
-@dataclass
-class _Entry:
-    name: str
-    value: Any
-    options: dict[str, Any]
-    weight: int | Tensor = 1
-    reduced: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def kind(self) -> str:
-        reduce_fx = self.options.get("reduce_fx", "mean")
-        name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-        return {"avg": "mean", "amax": "max", "amin": "min"}.get(name.lower(), name.lower())
+# Points where ranks meet.
+_STEP_END, _BATCH_END = "step", "batch"
 
 
 class StepLogs:
-    """Records and passes on what the steps of one LightningModule log.
+    """Records, weighs, reduces and passes on what one LightningModule and its callbacks log.
 
     Args:
-        module: the LightningModule.
+        module: the LightningModule, attached to its Trainer.
         group: process group of the ``loss`` view.
         size: number of ranks in it.
         device: where values are reduced.
+        is_log_step: whether the values of the running training step are written.
     """
 
     def __init__(
@@ -76,172 +65,189 @@ class StepLogs:
         group: dist.ProcessGroup | None,
         size: int,
         device: torch.device,
+        is_log_step: Callable[[], bool],
     ) -> None:
         self._module = module
+        self._trainer: Any = module.trainer
         self._group, self._size, self._device = group, size, device
+        self._is_log_step = is_log_step
         self._log: Callable[..., None] = module.log
-        self._entries: list[_Entry] | None = None
-        self.replaying: _Entry | None = None
-        """The entry that is being passed on to Lightning, whose value needs no reduction any more."""
+        self._entries: list[LogEntry] | None = None
+        self._samples = 1
+        self.replaying: LogEntry | None = None
+        """The entry that is being passed on to Lightning, which needs no reduction now."""
+        self._unreduced: dict[int, LogEntry] = {}
         self._keys: set[str] = set()
+        self._every_batch: dict[tuple[str, bool], bool] = {}
+        self._install()
+
+    def _install(self) -> None:
+        module, connector = self._module, self._trainer._logger_connector
         module.__dict__["log"] = self.record
+        # Callbacks hold the module's method.
+        self._trainer._callback_connector._attach_model_logging_functions()
+        end_batch, end_epoch = connector.on_batch_end, connector.on_epoch_end
+        reach_epoch_end = connector.epoch_end_reached
+
+        def on_batch_end() -> None:
+            self._end_batch()
+            end_batch()
+
+        def epoch_end_reached() -> None:
+            self._end_steps()
+            reach_epoch_end()
+
+        def on_epoch_end() -> None:
+            self.check_keys()
+            end_epoch()
+
+        connector.__dict__.update(
+            on_batch_end=on_batch_end,
+            epoch_end_reached=epoch_end_reached,
+            on_epoch_end=on_epoch_end,
+        )
 
     def uninstall(self) -> None:
-        """Give the module its own ``log`` back."""
+        """Give the module and Lightning their own methods back."""
         self._module.__dict__.pop("log", None)
+        for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end"):
+            self._trainer._logger_connector.__dict__.pop(name, None)
 
-    def start(self) -> None:
-        """Begin to record."""
-        self._entries = []
+    # ---------------------------------------------------------------- recording
 
-    def discard(self) -> None:
-        """Stop recording and forget, after an error in a step."""
-        self._entries = None
+    def start(self, samples: int) -> None:
+        """A step begins, on a batch of which ``samples`` rows count on this rank."""
+        self._entries, self._samples = [], samples
 
     def record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for ``LightningModule.log``; the same arguments."""
         options = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        own = options.get("rank_zero_only") or options.get("sync_dist_group") is not None
-        if own or isinstance(value, Metric):
+        if options.get("rank_zero_only") or options.get("sync_dist_group") is not None:
             self._log(name, value, **options)
             return
+        hook = self._module._current_fx_name or ""
+        self._keys.add(f"{hook}.{name}")
         if isinstance(value, ShardedLogits):
             value = value.gather()
+        one_number = isinstance(value, Tensor) and value.numel() == 1
+        if isinstance(value, Metric) or not (one_number or isinstance(value, numbers.Number)):
+            self._log(name, value, **options)  # what is no number is refused there
+            return
         if isinstance(value, Tensor) and not options.get("enable_graph"):
             value = value.detach()
-        if self._entries is None:  # a hook outside of a step: each rank counts the same
+        entry = LogEntry(hook, name, value, options)
+        if self._entries is not None:
+            self._entries.append(entry)
+        elif _is_of_batch(hook):
+            entry.weigh(self._samples, self._device)
+            self._pass_on(entry)
+        else:
             self._log(name, value, **{**options, "sync_dist": True})
-            return
-        self._entries.append(_Entry(name, value, options))
 
-    def finish(self, *, samples: int, loss: Any, count: int | Tensor, reduce_steps: bool) -> None:
-        """Pass the recorded values on.
+    # ---------------------------------------------------------------- points where ranks meet
+
+    def finish(self, *, loss: Any = None, count: int | Tensor = 0) -> None:
+        """The step is done: pass on what it logged.
 
         Args:
-            samples: rows of the batch that count on this rank.
             loss: the loss that the step returned, if any; values equal to it weigh ``count``.
             count: what the loss is a mean over.
-            reduce_steps: reduce all per-step values over ranks; else only those that are always read.
         """
         entries, self._entries = self._entries or [], None
-        if not entries:
-            return
         for entry in entries:
-            self._weigh(entry, samples, loss, count)
-        if self._size > 1:
-            monitored = self._monitored()
-            chosen = [
-                entry
-                for entry in entries
-                if self._on_step(entry)
-                and (reduce_steps or entry.options.get("prog_bar") or entry.name in monitored)
-            ]
-            if chosen:
-                self._reduce(chosen)
+            entry.weigh(self._samples, self._device, loss, count)
+        self._reduce(entries, _STEP_END)
         for entry in entries:
-            self._keys.add(entry.name)
-            options = {**entry.options, "sync_dist": True, "batch_size": entry.weight}
-            self.replaying = entry
-            try:
-                self._log(entry.name, entry.value, **options)
-            finally:
-                self.replaying = None
+            self._pass_on(entry)
+
+    def discard(self) -> None:
+        """Forget what was recorded, after an error in a step."""
+        self._entries = None
+
+    def _end_batch(self) -> None:
+        """Before Lightning writes the values of the batch: reduce what hooks and earlier steps logged."""
+        for entry in self._reduce(list(self._unreduced.values()), _BATCH_END):
+            entry.result._forward_cache = entry.reduced
+            del self._unreduced[id(entry.result)]
+
+    def _end_steps(self) -> None:
+        """The steps of an epoch are over."""
+        self._unreduced = {}
+        if not self._training:
+            for point in (_STEP_END, _BATCH_END):  # another evaluation may log other keys
+                self._every_batch.pop((point, False), None)
+        self.check_keys()
 
     def check_keys(self) -> None:
-        """Agree that all ranks logged the same keys, at the end of an evaluation epoch.
+        """Agree that all ranks logged the same keys since the last call.
 
         Raises:
-            TitanplugError: they did not; on every rank, with the keys of this one.
+            TitanplugError: they did not; on every rank, with the keys of all.
         """
         keys, self._keys = sorted(self._keys), set()
         if self._size > 1:
-            code = _code(keys)
-            codes = torch.tensor([code, -code], dtype=torch.int64, device=self._device)
-            dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self._group)
-            highest, lowest = codes.tolist()
-            if highest != -lowest:
-                raise TitanplugError(_different(keys))
+            require_same_keys(keys, self._group, self._size, self._device)
 
-    def _weigh(self, entry: _Entry, samples: int, loss: Any, count: int | Tensor) -> None:
-        value = entry.value
-        if not isinstance(value, Tensor):
-            value = torch.tensor(value, device=self._device, dtype=_float_type(value))
-        elif value.device != self._device:
-            value = value.to(self._device)
-        weight: int | Tensor | None = entry.options.get("batch_size")
-        if weight is None:
-            weight = samples
-        if samples == 0:
-            weight, value = 0, torch.full_like(value, _NEUTRAL.get(entry.kind, 0.0))
-        elif isinstance(count, Tensor) and _is_same(entry.value, loss):
-            weight, value = count, value.masked_fill(count == 0, 0.0)
-        entry.value, entry.weight = value, weight
+    def _reduce(self, entries: list[LogEntry], point: str) -> list[LogEntry]:
+        """Reduce those of ``entries`` that somebody reads; returns them.
 
-    def _on_step(self, entry: _Entry) -> bool:
-        on_step = entry.options.get("on_step")
-        return bool(self._module.trainer.training) if on_step is None else bool(on_step)
+        Whether ranks meet at a point must not depend on what one of them logged. They always do at the
+        first batch and on training steps that are logged; and once they found values there that are read
+        at every batch, they do at every batch.
+        """
+        if self._size == 1:
+            return []
+        training = self._training
+        place = (point, training)
+        first = place not in self._every_batch
+        every_batch = first or self._every_batch[place]
+        logged = self._is_log_step() if training else every_batch
+        if not (logged or every_batch):
+            return []
+        chosen = [e for e in entries if e.on_step(training) and (logged or self._is_read(e))]
+        reduce_entries(chosen, self._group, self._size, self._device)
+        found = any(self._is_read(entry) for entry in chosen) if training else bool(chosen)
+        self._every_batch[place] = found or (every_batch and not first)
+        return chosen
 
+    def _pass_on(self, entry: LogEntry) -> None:
+        """Hand an entry to Lightning, as logged by the hook that logged it."""
+        module, results = self._module, self._trainer._results
+        hook, module._current_fx_name = module._current_fx_name, entry.hook
+        self.replaying = entry
+        try:
+            options = {**entry.options, "sync_dist": True, "batch_size": entry.weight}
+            self._log(entry.name, entry.value, **options)
+        finally:
+            self.replaying, module._current_fx_name = None, hook
+        if self._size > 1 and entry.on_step(self._training):
+            key = f"{entry.hook}.{entry.name}"
+            if entry.options.get("add_dataloader_idx", True) and results.dataloader_idx is not None:
+                key += f".{results.dataloader_idx}"
+            entry.result = results.get(key)
+            self._unreduced.pop(id(entry.result), None)
+            if entry.reduced is None and entry.result is not None:
+                self._unreduced[id(entry.result)] = entry
+
+    # ---------------------------------------------------------------- who reads
+
+    @property
+    def _training(self) -> bool:
+        return bool(self._trainer.training)
+
+    def _is_read(self, entry: LogEntry) -> bool:
+        return bool(entry.options.get("prog_bar")) or entry.name in self._monitored
+
+    @cached_property
     def _monitored(self) -> set[str]:
-        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        monitors = [getattr(callback, "monitor", None) for callback in callbacks]
+        """Keys whose values decide something at any step."""
+        configs = self._trainer.strategy.lr_scheduler_configs
+        watchers = [*self._trainer.callbacks, *configs]
+        monitors = [getattr(watcher, "monitor", None) for watcher in watchers]
         return {name for key in monitors if key for name in (key, key.removesuffix("_step"))}
 
-    def _reduce(self, entries: list[_Entry]) -> None:
-        """Reduce per-step values over ranks: one collective for the keys and all sums, one for extremes."""
-        slots = torch.zeros(_capacity(len(entries)), 2, dtype=torch.float64, device=self._device)
-        code = _code([entry.name for entry in entries])
-        slots[0, 0], slots[0, 1] = float(code), float(code) ** 2
-        extremes = torch.full_like(slots[:, 0], float("-inf"))
-        for row, entry in enumerate(entries, start=1):
-            value = entry.value.double()
-            if entry.kind == "mean":
-                slots[row, 0], slots[row, 1] = value * entry.weight, entry.weight
-            elif entry.kind == "sum":
-                slots[row, 0], slots[row, 1] = value, 1.0
-            else:
-                extremes[row] = value if entry.kind == "max" else -value
-        dist.all_reduce(slots, group=self._group)
-        if any(entry.kind in ("max", "min") for entry in entries):
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
-        total, squares = slots[0].tolist()
-        if squares * self._size != total**2:
-            raise TitanplugError(_different([entry.name for entry in entries]))
-        for row, entry in enumerate(entries, start=1):
-            if entry.kind == "mean":
-                reduced = slots[row, 0] / slots[row, 1]
-            elif entry.kind == "sum":
-                reduced = slots[row, 0]
-            else:
-                reduced = extremes[row] if entry.kind == "max" else -extremes[row]
-            entry.reduced = reduced.to(entry.value.dtype)
 
-
-def _float_type(value: Any) -> torch.dtype | None:
-    return torch.get_default_dtype() if isinstance(value, float) else None
-
-
-def _capacity(num_entries: int) -> int:
-    # Ranks with different keys still send the same number of rows, so that they can be told apart.
-    return -(-(num_entries + 1) // 32) * 32
-
-
-def _code(keys: list[str]) -> int:
-    """A number below 2**20 that stands for the keys; sums and squares of many stay exact in float64."""
-    return int.from_bytes(hashlib.sha256("\n".join(keys).encode()).digest()[:4], "little") >> 12
-
-
-def _is_same(value: Any, loss: Any) -> bool:
-    if value is loss:
-        return True
-    if not isinstance(value, Tensor) or not isinstance(loss, Tensor):
-        return False
-    # `loss.detach()` is another object over the same number.
-    return value.ndim == 0 and loss.ndim == 0 and value.data_ptr() == loss.data_ptr()
-
-
-def _different(keys: list[str]) -> str:
-    return (
-        f"Ranks logged different keys in one step; this rank logged {keys or 'none'}. Every rank must call "
-        "`self.log` with the same keys in the same order, or values of different keys would be mixed. Log "
-        "a neutral value where a rank has none."
-    )
+def _is_of_batch(hook: str) -> bool:
+    """Whether a hook runs for each batch, so that it may log values of a step."""
+    rules: Any = _FxValidator.functions.get(hook)
+    return rules is not None and True in rules["allowed_on_step"]

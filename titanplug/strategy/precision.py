@@ -24,7 +24,12 @@ class _GlobalGradients(Precision):
     strategy: TitanStrategy
 
     def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        result = super()._wrap_closure(model, optimizer, closure)
+        def finished() -> Any:
+            result = closure()
+            self.strategy.finish_gradients()  # a closure of manual optimization runs backward itself
+            return result
+
+        result = super()._wrap_closure(model, optimizer, finished)
         self.strategy.before_update(optimizer)
         return result
 

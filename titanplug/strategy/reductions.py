@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,8 +21,9 @@ _OPS = {
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) -> Tensor:
     """Reduce a tensor over a group into a new tensor.
 
-    A mean of integers is a float64: rounded down, as Lightning has it, the mean of batch sizes 5 and 4
-    makes an epoch's mean of ones 1.125.
+    The mean of single numbers, and of integers, is a float64. Rounded down, as Lightning has it, the mean
+    of batch sizes 5 and 4 makes an epoch's mean of ones 1.125; and a quotient of two means is exact only
+    where both are rounded alike.
 
     Args:
         tensor: any shape.
@@ -38,7 +40,8 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: An
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tensor
     mean = name in ("mean", "avg")
-    whole = tensor.double() if mean and not tensor.is_floating_point() else tensor.clone()
+    exact = mean and (tensor.ndim == 0 or not tensor.is_floating_point())
+    whole = tensor.to(torch.float64, copy=True) if exact else tensor.clone()
     whole = whole.contiguous()
     dist.all_reduce(whole, op=_OPS[name], group=group)
     return whole / dist.get_world_size(group) if mean else whole

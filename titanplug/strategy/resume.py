@@ -15,6 +15,7 @@ from lightning.pytorch.loops.loop import _Loop
 
 from titanplug.errors import ConfigError
 from titanplug.strategy.loaders import LockstepLoader, ShardedBatches, sharded_batches
+from titanplug.strategy.read_ahead import has_state
 
 STATE_KEY = "titanplug"
 """Where a checkpoint keeps what :func:`data_state` returns."""
@@ -25,6 +26,22 @@ def data_state(trainer: Trainer, seed: int) -> dict[str, Any]:
     loaders = _loaders(trainer)
     batches = [sharded_batches(loader) for loader in loaders]
     return {"seed": seed, "global_batches": [b and list(b.global_batch) for b in batches]}
+
+
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let an epoch that ``max_steps`` or a callback cut off go on, in a loaded checkpoint.
+
+    Lightning counts it as processed when a run ends in the middle of it.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    if "epoch_loop.batch_progress" not in loop:
+        return
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    has_batches_left = batches["current"]["processed"] > 0 and not batches["is_last_batch"]
+    if has_batches_left and epochs["current"]["processed"] == epochs["current"]["ready"]:
+        for counts in epochs.values():
+            counts["processed"] -= 1
+            counts["completed"] = min(counts["completed"], counts["processed"])
 
 
 def continue_epoch(trainer: Trainer, saved: dict[str, Any], loader_states: list[Any]) -> None:
@@ -48,13 +65,14 @@ def continue_epoch(trainer: Trainer, saved: dict[str, Any], loader_states: list[
     # A batch that an exception cut off is run again, with the random numbers it had.
     progress.total.ready = progress.total.started = progress.total.processed
     consumed: int = progress.current.processed
-    is_over = consumed >= fit.max_batches or (progress.is_last_batch and consumed == progress.current.ready)
+    is_over: bool = progress.is_last_batch and consumed == progress.current.ready
+    if not is_over:
+        _require_same_batches(trainer, saved, consumed)
+        is_over = consumed >= fit.max_batches  # there are fewer batches now than there were
     if is_over and fit.epoch_progress.current.processed >= fit.epoch_progress.current.ready:
         _begin_next_epoch(fit)
     elif is_over:
         _skip_to_epoch_end(fit)
-    else:
-        _require_same_batches(trainer, saved, consumed)
     _seek(trainer, 0 if is_over else consumed, loader_states, is_over)
 
 
@@ -93,11 +111,11 @@ def _seek(trainer: Trainer, consumed: int, loader_states: list[Any], is_over: bo
         if batches is None:
             continue
         batches.sampler.set_epoch(fit.epoch_progress.current.processed)
-        if not _has_state(loader):
+        if not has_state(loader):
             batches.skip = _skipped(fit, batches, consumed)
     # Lightning has made iterators already, which may have used up a loaded state; and it loads none
     # where an epoch was over.
-    stateful = [loader for loader in loaders if _has_state(loader)]
+    stateful = [loader for loader in loaders if has_state(loader)]
     for loader, state in zip(stateful, loader_states, strict=False):
         if not is_over or sharded_batches(loader) is None:
             loader.load_state_dict(state)
@@ -140,7 +158,3 @@ def _require_same_batches(trainer: Trainer, saved: dict[str, Any], consumed: int
 def _loaders(trainer: Trainer) -> list[Any]:
     combined: Any = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
-
-
-def _has_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

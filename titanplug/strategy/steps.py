@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from titanplug.mesh import Mesh
+from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.initialise import named_seed
 from titanplug.parallel.logits import gather_logits
 from titanplug.parallel.parallelize import Parallelized
@@ -18,6 +19,7 @@ from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.loaders import HasShares, Share
 from titanplug.strategy.logs import StepLogs
 from titanplug.strategy.loss_weights import num_rows
+from titanplug.strategy.manual import ManualStep
 from titanplug.strategy.metrics import metrics_untouched
 
 
@@ -44,14 +46,15 @@ class Steps:
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._sharded = bool(layout.fsdp_units)
+        self._units = layout.fsdp_units
+        self.manual = ManualStep(module, layout.fsdp_units)
         self._gathers_logits = layout.tensor.group is not None
         self._mesh: Mesh = layout.mesh
         self._window = window
         self._device = device
         self.set_seed(seed)
         size = layout.mesh["loss"].size()
-        self.logs = StepLogs(module, layout.mesh.group("loss"), size, device)
+        self.logs = StepLogs(module, layout.mesh.group("loss"), size, device, self._is_log_step)
         self._served: dict[int, int] = {}
         self._loader_idx = 0
 
@@ -69,7 +72,7 @@ class Steps:
     def _share(self, batch: Any, loaders: list[Any], loader_idx: int, index: int) -> Share:
         """What of a batch counts; all of its rows where nothing else is known."""
         source = _shares_of(loaders[loader_idx]) if loader_idx < len(loaders) else None
-        share = source.share(index) if source else None
+        share = None if source is None else source.share(index)
         if share is not None:
             return share
         rows = num_rows(batch)
@@ -81,23 +84,21 @@ class Steps:
         """``training_step``, its loss counted and its logs passed on."""
         loop = self._trainer.fit_loop.epoch_loop
         loaders = _flattened(self._trainer.fit_loop)
-        # Several loaders give one combined batch, whose rows no single loader knows.
-        share = self._share(args[0], loaders if len(loaders) == 1 else [], 0, loop.batch_idx)
+        # Of several loaders the first decides how many rows their combined batch has.
+        share = self._share(args[0], loaders, 0, loop.batch_idx)
         self._seed(self._seeds[0], loop.total_batch_idx)
-        self.logs.start()
-        with context, self._unless_counted(share):
+        self.logs.start(share.local)
+        self._window.start(share)
+        automatic = self._module.automatic_optimization
+        with context, self._unless_counted(share), nullcontext() if automatic else self.manual.running():
             output = self._call("training_step", args, kwargs)
-        if output is None:
-            self.logs.discard()
-            return None
+        if output is None or not automatic:
+            free_gathered(self._units)  # no backward follows that would
+            self.logs.finish()
+            return output
         loss = output["loss"] if isinstance(output, dict) else output
         output = self._window.add(share, output)
-        self.logs.finish(
-            samples=share.local,
-            loss=loss,
-            count=self._window.count,
-            reduce_steps=self._is_log_step(),
-        )
+        self.logs.finish(loss=loss, count=self._window.count)
         return output if isinstance(output, Tensor) else self._whole(output)
 
     def evaluate(
@@ -108,12 +109,10 @@ class Steps:
         index = self._served.get(self._loader_idx, 0)
         share = self._share(args[0], _flattened(loop), self._loader_idx, index)
         self._seed_evaluation()
-        self.logs.start()
+        self.logs.start(share.local)
         with context, self._unless_counted(share):
             output = self._whole(self._call(name, args, kwargs))
-        self.logs.finish(samples=share.local, loss=None, count=share.local, reduce_steps=True)
-        if loop.batch_progress.is_last_batch:
-            self.logs.check_keys()
+        self.logs.finish()
         return output
 
     def predict(self, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -125,7 +124,7 @@ class Steps:
     def _call(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         module = self._module
         step = getattr(module, name)
-        if not self._sharded:
+        if not self._units:
             return step(*args, **kwargs)
         # FSDP's hooks run around the module's call: run the step as if it were its forward.
         own = module.__dict__.get("forward")
@@ -151,8 +150,9 @@ class Steps:
         loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop._should_accumulate():
             return False
-        due = (loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
-        return due or bool(trainer.fast_dev_run)
+        every = trainer.log_every_n_steps  # 0: never
+        due = every > 0 and (loop._batches_that_stepped + 1) % every == 0
+        return due or bool(trainer.fast_dev_run) or trainer.should_stop
 
     # ---------------------------------------------------------------- random state
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 from titanplug.compat import let_strategy_validate_settings
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh, ParallelDims
+from titanplug.parallel.buffers import broadcast_buffers
 from titanplug.parallel.fsdp import free_gathered, set_gradient_sync
 from titanplug.parallel.local_optimizer import LocalShards, is_elementwise
 from titanplug.parallel.parallelize import Parallelized, parallelize
@@ -37,11 +38,13 @@ from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.launcher import ScriptLauncher
-from titanplug.strategy.metrics import set_metric_group
+from titanplug.strategy.metrics import prepare_metrics
+from titanplug.strategy.peer_checks import check_batch, check_gradients
 from titanplug.strategy.precision import build_precision, shard_options
 from titanplug.strategy.profiler import replace_idle_profiler
 from titanplug.strategy.reductions import reduce_tensor
-from titanplug.strategy.resume import STATE_KEY
+from titanplug.strategy.refusals import validate_callbacks
+from titanplug.strategy.resume import STATE_KEY, reopen_epoch
 from titanplug.strategy.signals import GracefulStop
 from titanplug.strategy.steps import Steps
 from titanplug.validation import RunFacts, validate_run
@@ -74,6 +77,8 @@ class TitanStrategy(ModelParallelStrategy):
         gradient_norm_type: p of the gradient norm that is clipped; ``inf`` or ``"inf"`` for the maximum.
         error_if_nonfinite: stop all ranks before a step whose gradient norm is NaN or infinite. Reads
             the norm on the host in every step.
+        check_peers: debug switch: in every step, ranks of the tensor axis must have read the same batch and
+            hold the same gradients of replicated weights. Costs a few collectives and reads on the host.
         process_group_backend: backend of torch.distributed; None: by device (NCCL or gloo).
         timeout_s: seconds after which a collective that some rank doesn't join fails.
 
@@ -99,6 +104,7 @@ class TitanStrategy(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         gradient_norm_type: float | str = 2.0,
         error_if_nonfinite: bool = False,
+        check_peers: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -112,6 +118,7 @@ class TitanStrategy(ModelParallelStrategy):
         self._reshard_after_forward = reshard_after_forward
         self._norm_type = float(gradient_norm_type)
         self._error_if_nonfinite = error_if_nonfinite
+        self._check_peers = check_peers
         self._mesh: Mesh | None = None
         self._seed = 0
         self._data: DataSharding | None = None
@@ -246,6 +253,8 @@ class TitanStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        trainer = self._module.trainer
+        validate_callbacks(trainer)
         self._setup_distributed()
         self._after_exception = AfterException()
         if self._mesh is None:
@@ -255,7 +264,6 @@ class TitanStrategy(ModelParallelStrategy):
             self._seed = int(self.broadcast(own))
         self._device_mesh = self._mesh.device
         self._module._device_mesh = self._mesh.device
-        trainer = self._module.trainer
         replace_idle_profiler(trainer)
         self._data = DataSharding(trainer, self._mesh, self._seed)
 
@@ -277,7 +285,7 @@ class TitanStrategy(ModelParallelStrategy):
         self._layout = self._lay_out(module)
         self.model = module
         self.model_to_device()
-        set_metric_group(module, self.mesh.group("loss"))
+        prepare_metrics(module, self.mesh.group("loss"))
         self._window = GradientWindow(
             module,
             self._layout,
@@ -360,6 +368,7 @@ class TitanStrategy(ModelParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._running.restart_count()
+        broadcast_buffers(self._module, self.mesh.group("batch"))
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -378,6 +387,8 @@ class TitanStrategy(ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._check_peers:
+            check_batch(args[0], self.mesh, self.root_device)
         return self._running.train(self.precision_plugin.train_step_context(), args, kwargs)
 
     @override
@@ -403,10 +414,14 @@ class TitanStrategy(ModelParallelStrategy):
         module, plugin = self._module, self.precision_plugin
         trainer = module.trainer
         automatic = module.automatic_optimization
-        length = trainer.accumulate_grad_batches if automatic else 1
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(self._gradients.scale(closure_loss, length), module, optimizer, *args, **kwargs)
+        if automatic:
+            weighted = self._gradients.scale(closure_loss, trainer.accumulate_grad_batches)
+        else:
+            weighted = self._gradients.scale_alone(closure_loss)
+            self._running.manual.before_backward(weighted)
+        plugin.backward(weighted, module, optimizer, *args, **kwargs)
         # A manual step may call backward again: its gradients are final when they are used.
         if automatic and not trainer.fit_loop._should_accumulate():
             self._gradients.finish(self.optimizers)
@@ -416,16 +431,28 @@ class TitanStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        if not self._module.automatic_optimization:
-            self._gradients.finish(self.optimizers)
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].exit()
+        if not self._module.automatic_optimization:
+            self._running.manual.after_update()
+        return result
+
+    def finish_gradients(self) -> None:
+        """Called by the precision plugin when the closure of a step has run."""
+        self._gradients.finish(self.optimizers)
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Called by the precision plugin when gradients are final, right before the update."""
+        """Called by the precision plugin when gradients are final, right before the update.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        self._gradients.check(optimizer)
+        if self._check_peers:
+            check_gradients(self._module, self.mesh, self.root_device)
         shards = self._local_shards.get(optimizer)
         if shards is None and is_elementwise(optimizer):
             shards = self._local_shards[optimizer] = LocalShards(optimizer)
@@ -517,6 +544,7 @@ class TitanStrategy(ModelParallelStrategy):
             return
         assert self._data is not None
         path = Path(self.broadcast(str(filepath)))
+        broadcast_buffers(self._module, self.mesh.group("batch"))  # the checkpoint refers to them
         checkpoint[STATE_KEY] = self._data.state()
         checkpoints.save(checkpoint, path, (self.dp_rank, self.dp_size))
 
@@ -539,6 +567,7 @@ class TitanStrategy(ModelParallelStrategy):
         state = rest.pop(STATE_KEY, {})
         if fitting:
             assert self._data is not None
+            reopen_epoch(rest)
             self._data.load_state(state, checkpoints.loader_states(rest))
             self._running.set_seed(self._data.seed)
         return rest

@@ -1,0 +1,328 @@
+"""A user's own script: it starts its other ranks, and all of them end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from titanplug import TitanStrategy
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+HERE = Path(__file__).parent
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+    def training_step(self, batch, batch_idx):
+        self.step(batch_idx)
+        return self.net(batch[0]).square().mean()
+    def step(self, batch_idx):
+        pass
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.net(batch[0]).square().mean())
+    test_step = validation_step
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def rows(count=16):
+    return DataLoader(TensorDataset(torch.ones(count, 4)), batch_size=2)
+
+def trainer(**options):
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                 enable_model_summary=False, num_sanity_val_steps=0, max_epochs=1)
+    options = {"devices": 2, **quiet, **options}
+    return L.Trainer(accelerator="cpu", strategy=TitanStrategy(), **options)
+"""
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        return self.err.strip().splitlines()[-1]
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(HEAD + textwrap.dedent(body))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+    env = {key: value for key, value in os.environ.items() if key not in names}
+    return {**env, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+@contextlib.contextmanager
+def started(command: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**env),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> Ended:
+    """Wait for the end; nothing of the process's session may be left."""
+    begin = time.monotonic()
+    out, err = process.communicate(timeout=timeout_s)
+    seconds = time.monotonic() - begin
+    left = [p for p in psutil.process_iter() if _session(p.pid) == process.pid and p.is_running()]
+    left = [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"left behind: {left}\n{err}"
+    return Ended(process.returncode, out, err, seconds)
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def run(path: Path, *arguments: str, timeout_s: float = 60.0, **env: str) -> Ended:
+    with started([sys.executable, str(path), *arguments], **env) as process:
+        return finish(process, timeout_s)
+
+
+def wait_for(process: subprocess.Popen[str], *paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+WHOLE = """
+    net, t = Net(), trainer()
+    t.fit(net, rows(), rows())
+    assert "OMP_NUM_THREADS" in os.environ and torch.get_num_threads() == 1, "threads"
+    t.test(net, rows(), verbose=False)
+    predicted = t.predict(net, rows(10))
+    again = trainer()
+    again.fit(Net(), rows())
+    again.fit(Net(), rows())
+    own = len(predicted)
+    print(f"rank {t.global_rank} of {t.world_size}: {again.global_step} steps, {own} batches", flush=True)
+"""
+
+
+def test_fit_test_predict_and_fit_again(tmp_path: Path) -> None:
+    """In one script, by its own launcher; and the same file under torchrun, which it attaches to."""
+    path = script(tmp_path, WHOLE)
+    env = {"OMP_NUM_THREADS": "1"}
+    alone = run(path, **env)
+    assert alone.code == 0, alone.err
+    expected = ["rank 0 of 2: 4 steps, 5 batches", "rank 1 of 2: 4 steps, 2 batches"]
+    assert sorted(line for line in alone.out.splitlines() if line.startswith("rank")) == expected
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    with started([sys.executable, *torchrun], **env) as process:
+        attached = finish(process)
+    assert attached.code == 0, attached.err
+    assert sorted(line for line in attached.out.splitlines() if line.startswith("rank")) == expected
+
+
+FAILURES = {
+    "in a step": """
+        class Failing(Net):
+            def step(self, batch_idx):
+                if RANK == {rank} and batch_idx == 2:
+                    raise ValueError("own error of rank {rank}")
+        trainer().fit(Failing(), rows())
+    """,
+    "before the first collective": """
+        trainer()
+        class Failing(Net):
+            def setup(self, stage):
+                pass
+        if RANK == {rank} and "LOCAL_RANK" in os.environ:
+            raise ValueError("own error of rank {rank}")
+        trainer().fit(Net(), rows())
+    """,
+    "in setup, with a callback that saves": """
+        class Failing(Net):
+            def on_train_start(self):
+                if RANK == {rank}:
+                    raise ValueError("own error of rank {rank}")
+        saves = OnExceptionCheckpoint(HERE)
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(Failing(), rows())
+    """,
+    "between two calls": """
+        net, t = Net(), trainer()
+        t.fit(net, rows())
+        if RANK == {rank}:
+            raise ValueError("own error of rank {rank}")
+        t.test(net, rows(), verbose=False)
+    """,
+    "after the last call": """
+        t = trainer()
+        t.fit(Net(), rows())
+        if RANK == {rank}:
+            time.sleep(1)
+            raise ValueError("own error of rank {rank}")
+    """,
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_all(where: str, rank: int, tmp_path: Path) -> None:
+    """Within half a minute, exit code not 0, its own error last."""
+    if where == "before the first collective" and rank == 0:
+        pytest.skip("then rank 0 has started no other rank yet")
+    ended = run(script(tmp_path, FAILURES[where].format(rank=rank)))
+    assert ended.code not in (0, None)
+    assert ended.last_line == f"ValueError: own error of rank {rank}", ended.err
+    assert ended.seconds < 30
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    body = """
+        class Dying(Net):
+            def step(self, batch_idx):
+                if RANK == 1 and batch_idx == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        trainer().fit(Dying(), rows())
+    """
+    ended = run(script(tmp_path, body))
+    assert ended.code not in (0, None)
+    assert "rank 1 of 2 failed: It was ended by SIGKILL." in ended.last_line
+
+
+def test_a_rank_that_hangs_while_another_fails(tmp_path: Path) -> None:
+    body = """
+        class Hanging(Net):
+            def step(self, batch_idx):
+                if batch_idx == 2 and RANK == 1:
+                    raise ValueError("own error of rank 1")
+                if batch_idx == 2:
+                    time.sleep(600)
+        trainer().fit(Hanging(), rows())
+    """
+    ended = run(script(tmp_path, body))
+    assert ended.code not in (0, None)
+    assert ended.last_line == "ValueError: own error of rank 1", ended.err
+    assert ended.seconds < 30
+
+
+LONG = """
+    class Slow(Net):
+        def step(self, batch_idx):
+            if batch_idx == 3:
+                (HERE / f"ready{RANK}").touch()
+            time.sleep(0.05 * (1 + RANK))
+        def on_train_batch_start(self, batch, batch_idx):
+            (HERE / f"step{RANK}").write_text(str(self.trainer.global_step))
+    net = Slow()
+    t = trainer(callbacks=[OnExceptionCheckpoint(HERE)], enable_checkpointing=True, **OPTIONS)
+    t.fit(net, rows(4000))
+    print("went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("signum", "target"), [("SIGTERM", 0), ("SIGTERM", 1), ("SIGINT", 0)])
+def test_signals(signum: str, target: int, tmp_path: Path) -> None:
+    """SIGTERM to either rank stops all after the same step, with a checkpoint; SIGINT just ends them."""
+    path = script(tmp_path, "OPTIONS = {}\n" + textwrap.dedent(LONG))
+    with started([sys.executable, str(path)]) as process:
+        wait_for(process, tmp_path / "ready0", tmp_path / "ready1")
+        (child,) = [p for p in psutil.Process(process.pid).children() if "script.py" in p.cmdline()[-1]]
+        os.kill([process.pid, child.pid][target], getattr(signal, signum))
+        ended = finish(process, 40)
+    assert "went on" not in ended.out
+    saved = tmp_path / "on_exception.ckpt"
+    if signum == "SIGINT":
+        assert ended.code != 0
+        assert not saved.exists()
+    else:
+        assert ended.code == 0, ended.err
+        assert saved.is_dir()
+        steps = [int((tmp_path / f"step{rank}").read_text()) for rank in (0, 1)]
+        assert steps[0] == steps[1]
+        import torch
+
+        assert torch.load(saved / "meta.pt", weights_only=True)["global_step"] == steps[0] + 1
+
+
+@pytest.mark.parametrize("call", ["fit", "test"])
+def test_sigterm_with_one_process(call: str, tmp_path: Path) -> None:
+    body = """
+        def wait(batch_idx):
+            (HERE / f"ready{RANK}").touch()
+            time.sleep(0.05)
+        class Slow(Net):
+            def step(self, batch_idx):
+                wait(batch_idx)
+            def test_step(self, batch, batch_idx):
+                wait(batch_idx)
+        getattr(trainer(devices=1), CALL)(Slow(), rows(4000))
+        print("went on", flush=True)
+    """
+    path = script(tmp_path, f"CALL = {call!r}\n" + textwrap.dedent(body))
+    with started([sys.executable, str(path)]) as process:
+        wait_for(process, tmp_path / "ready0")
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process, 20)
+    assert ended.code == 0 and "went on" not in ended.out
+
+
+def test_killed_parent_leaves_nobody(tmp_path: Path) -> None:
+    path = script(tmp_path, "OPTIONS = {}\n" + textwrap.dedent(LONG))
+    with started([sys.executable, str(path)]) as process:
+        wait_for(process, tmp_path / "ready0", tmp_path / "ready1")
+        process.kill()
+        finish(process, 10)
+
+
+def test_devices_unlike_the_processes(tmp_path: Path) -> None:
+    body = """
+        try:
+            trainer(devices=int(sys.argv[1]), num_nodes=int(sys.argv[2]))
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    """
+    path = script(tmp_path, body)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path), "2", "2"]
+    with started([sys.executable, *torchrun]) as process:
+        attached = finish(process)
+    assert attached.out.count("ConfigError devices=2 x num_nodes=2 = 4, but 2 processes") == 2
+    by_hand = run(path, "4", "1", LOCAL_RANK="0", WORLD_SIZE="3")
+    assert "ConfigError devices=4 x num_nodes=1 = 4, but 3 processes" in by_hand.out

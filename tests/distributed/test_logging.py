@@ -1,0 +1,623 @@
+"""Every logged value is that of all ranks together, and decisions taken from values agree on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
+
+from tests.distributed.case import build_trainer
+from tests.distributed.tiny import DP2_TP2, DP4, Indices, Tiny, fit, numbered
+from tests.harness import run_ranks
+from titanplug import TitanStrategy
+from titanplug.errors import TitanplugError
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "dp2": (2, {}),
+    "dp3": (3, {}),
+    "dp2 x tp2": (4, DP2_TP2),
+    "dp4": (4, DP4),
+}
+
+
+class Written(Logger):
+    """Keeps what is written, by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "written"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        values = {key: value for key, value in metrics.items() if key != "epoch"}
+        if values:
+            self.rows.append((step or 0, values))
+
+    def of(self, key: str) -> list[float]:
+        return [values[key] for _, values in self.rows if key in values]
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+class LogsEverything(Tiny):
+    """Logs from steps and other hooks, with every reduction; ``x`` are indices."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("one", 1.0, on_step=True, on_epoch=True)
+        self.log("whole_number", 1, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("seen", float(len(batch)), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log_dict(
+            {"largest": batch.max(), "largest_float": batch.max().double()},
+            reduce_fx="max",
+            on_step=True,
+            on_epoch=True,
+        )
+        self.log("smallest", batch.min(), reduce_fx=torch.min, on_step=True, on_epoch=True)
+        self.log("mean", batch.double().mean(), on_step=False, on_epoch=True)
+        self.log("weighted", batch.double().mean(), on_epoch=True, batch_size=2 * len(batch))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("from_a_hook", self.read[-1][-1][0] / 1, reduce_fx="max")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", batch.double().mean(), on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.log("at_the_end", float(strategy.dp_rank), reduce_fx="max")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_one", 1.0)
+        self.log("val_step", batch.double().mean(), on_step=True, on_epoch=True)
+        self.log("val_seen", len(batch), reduce_fx="sum")
+        self.log("val_largest", batch.max(), reduce_fx="max")
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, *args: Any) -> None:
+        self.log("val_after", batch.double().mean())
+        self.log("val_after_seen", float(len(batch)), reduce_fx="sum")
+
+
+class LogsToo(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.log("of_callback", batch.double().mean(), on_step=False, on_epoch=True)
+
+
+def _log_everything(
+    rank: int, world_size: int, degrees: dict[str, Any], num_samples: int, batch_size: int, **options: Any
+) -> tuple[list[Any], dict[str, float]]:
+    written = Written()
+    L.seed_everything(7, verbose=False)
+    trainer = build_trainer(
+        world_size, TitanStrategy(**degrees), logger=written, callbacks=[LogsToo()], **options
+    )
+    loaders = [numbered(num_samples, batch_size=batch_size)() for _ in range(2)]
+    trainer.fit(LogsEverything(), *loaders)
+    return written.rows, {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def _expected(num_samples: int, global_batch: int, eval_batch: int) -> tuple[list[Any], dict[str, float]]:
+    """By hand: what each step of all samples together logs, and the epoch."""
+    steps = [part.double() for part in torch.arange(num_samples).split(global_batch)]
+    everything = torch.arange(num_samples).double()
+    by_step = [
+        {
+            "one_step": 1.0,
+            "seen_step": float(len(x)),
+            "largest_step": float(x.max()),
+            "largest_float_step": float(x.max()),
+            "smallest_step": float(x.min()),
+            "after_step": float(x.mean()),
+        }
+        for x in steps
+    ]
+    epoch = {
+        "one_epoch": 1.0,
+        "whole_number_epoch": 1.0,
+        "seen_epoch": float(num_samples),
+        "largest_epoch": float(everything.max()),
+        "smallest_epoch": float(everything.min()),
+        "mean": float(everything.mean()),
+        "weighted_epoch": float(everything.mean()),
+        "after_epoch": float(everything.mean()),
+        "of_callback": float(everything.mean()),
+        "val_one": 1.0,
+        "val_step_epoch": float(everything.mean()),
+        "val_seen": float(num_samples),
+        "val_largest": float(everything.max()),
+        "val_after": float(everything.mean()),
+        "val_after_seen": float(num_samples),
+    }
+    return by_step, epoch
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_reduction(layout: str) -> None:
+    world_size, degrees = LAYOUTS[layout]
+    num_ranks = world_size // degrees.get("tp", 1)
+    # The last batch holds 1 sample of 9: most ranks have none.
+    by_step, epoch = _expected(9, 2 * num_ranks, 2)
+    found = run_ranks(_log_everything, world_size, degrees, 9, 2, init_process_group=False)
+    for _, values in found:
+        for key, value in epoch.items():
+            assert values[key] == pytest.approx(value, rel=1e-6), key
+        for key in ("one_epoch", "whole_number_epoch", "val_one", "one_step"):
+            assert values[key] == 1.0, key
+        assert values["at_the_end"] == num_ranks - 1
+    rows, _ = found[0]
+    steps = [values for _, values in rows if "one_step" in values]
+    assert len(steps) == len(by_step)
+    for values, wanted in zip(steps, by_step, strict=True):
+        for key, value in wanted.items():
+            assert values[key] == pytest.approx(value, rel=1e-6), key
+
+
+def test_a_constant_is_exactly_one_with_five_and_four_samples() -> None:
+    for layout in ("dp2", "dp3"):
+        world_size, degrees = LAYOUTS[layout]
+        found = run_ranks(
+            _log_everything, world_size, degrees, 5 * world_size - 1, 5, init_process_group=False
+        )
+        for _, values in found:
+            assert values["one_epoch"] == values["one_step"] == values["val_one"] == 1.0
+
+
+def test_samples_of_tensor_parallel_ranks_count_once() -> None:
+    found = run_ranks(_log_everything, 4, DP2_TP2, 8, 2, init_process_group=False)
+    for rows, values in found:
+        assert values["seen_epoch"] == values["val_seen"] == 8.0
+        assert [row["seen_step"] for _, row in rows if "seen_step" in row] == [4.0, 4.0]
+
+
+def test_values_of_steps_are_exact_where_only_some_steps_are_written() -> None:
+    def run(rank: int, world_size: int, degrees: Any, size: int) -> list[Any]:
+        rows, _ = _log_everything(rank, world_size, degrees, 24, size, log_every_n_steps=3)
+        return rows
+
+    # Six steps of four samples; written are the third and the sixth.
+    (one,) = run_ranks(run, 1, {}, 4, init_process_group=False)
+    for rows in run_ranks(run, 4, DP2_TP2, 2, init_process_group=False):
+        steps = [(step, row) for step, row in rows if "one_step" in row]
+        wanted = [(step, row) for step, row in one if "one_step" in row]
+        assert [step for step, _ in steps] == [step for step, _ in wanted] == [2, 5]
+        for (_, row), (_, other) in zip(steps, wanted, strict=True):
+            assert row.keys() == other.keys()
+            for key in set(row) - {"from_a_hook"}:
+                assert row[key] == pytest.approx(other[key], rel=1e-6), key
+
+
+class LogsSeldom(Tiny):
+    """Logs on steps that are not written; the value is written later."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx % 2 == 0:
+            self.log("seldom", batch.double().mean(), on_step=True, on_epoch=False)
+            self.log("shown", batch.double().mean(), on_step=True, on_epoch=False, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.read[-1].append([float(self.trainer.callback_metrics["shown"])])  # type: ignore[list-item]
+
+
+def test_a_value_of_an_earlier_step_is_exact_when_it_is_written() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        written = Written()
+        module = fit(
+            rank, world_size, {}, numbered(8, batch_size=1), LogsSeldom, logger=written, log_every_n_steps=4
+        )
+        return written.of("seldom"), module.read[0][1::2]
+
+    for seldom, shown in run_ranks(run, 2, init_process_group=False):
+        assert seldom == [4.5]  # of samples 4 and 5, in the third step
+        # What the progress bar shows is exact at every step.
+        assert [value[0] for value in shown] == [0.5, 0.5, 4.5, 4.5]
+
+
+def test_never_writing_steps_is_allowed() -> None:
+    def run(rank: int, world_size: int) -> list[float]:
+        written = Written()
+        fit(rank, world_size, {}, numbered(4, batch_size=1), LogsSeldom, logger=written, log_every_n_steps=0)
+        return written.of("seldom")
+
+    assert run_ranks(run, 2, init_process_group=False) == [[], []]
+
+
+class Manual(Tiny):
+    """Returns nothing from its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("seen", float(len(batch)), reduce_fx="sum", on_epoch=True, on_step=False)
+
+
+def test_a_step_that_returns_nothing_logs_too() -> None:
+    def run(rank: int, world_size: int) -> float:
+        return float(fit(rank, world_size, {}, numbered(6, batch_size=1), Manual).trainer.callback_metrics["seen"])
+
+    assert run_ranks(run, 2, init_process_group=False) == [6.0, 6.0]
+
+
+# ---------------------------------------------------------------- the loss by targets
+
+
+class ByTargets(Tiny):
+    """Sample ``i`` has ``i`` targets, so the first has none."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        count = batch.sum()
+        loss = (self.errors(batch) * batch).sum() / count
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("detached", loss.detach(), on_step=True, on_epoch=True)
+        self.log("mine", loss.detach() * 1, on_step=False, on_epoch=True, batch_size=int(count))
+        return {"loss": loss, "num_targets": count}
+
+
+def _by_targets(rank: int, world_size: int, degrees: Any, size: int) -> Any:
+    written = Written()
+    module = fit(rank, world_size, degrees, numbered(12, batch_size=size), ByTargets, logger=written)
+    return written.rows, {k: float(v) for k, v in module.trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 x tp2", "dp4"])
+def test_the_logged_loss_is_the_mean_over_targets(layout: str) -> None:
+    world_size, degrees = LAYOUTS[layout]
+    num_ranks = world_size // degrees.get("tp", 1)
+    ((expected, epoch),) = run_ranks(_by_targets, 1, {}, num_ranks, init_process_group=False)
+    for rows, values in run_ranks(_by_targets, world_size, degrees, 1, init_process_group=False):
+        assert len(rows) == len(expected)
+        for (_, row), (_, wanted) in zip(rows, expected, strict=True):
+            assert row == pytest.approx(wanted, rel=1e-6)
+        for key in ("loss_epoch", "detached_epoch", "mine"):
+            assert values[key] == pytest.approx(epoch["loss_epoch"], rel=1e-6)
+
+
+class NoTargets(Tiny):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        count = 0 * batch.sum()
+        loss = (self.errors(batch) * 0).sum() / count
+        self.log("loss", loss, on_step=True, on_epoch=False)
+        return {"loss": loss, "num_targets": count}
+
+
+def test_the_loss_of_a_step_without_targets_is_written_as_zero() -> None:
+    def run(rank: int, world_size: int) -> list[float]:
+        written = Written()
+        fit(rank, world_size, {}, numbered(4, batch_size=1), NoTargets, logger=written)
+        return written.of("loss")
+
+    for world_size in (1, 2):
+        for losses in run_ranks(run, world_size, init_process_group=False):
+            assert set(losses) == {0.0}
+
+
+# ---------------------------------------------------------------- torchmetrics
+
+
+class Rows(Metric):
+    """A list state that is neither reduced nor put together."""
+
+    rows: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx=None)
+
+    def update(self, x: Tensor) -> None:
+        self.rows.append(x.double())
+
+    def compute(self) -> Tensor:
+        rows = self.rows if isinstance(self.rows, list) else [self.rows]
+        return torch.cat([row.reshape(-1) for row in rows])
+
+
+class Measured(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        for stage in ("train", "val"):
+            self.add_module(f"{stage}_sum", SumMetric())
+            self.add_module(f"{stage}_all", CatMetric())
+            self.add_module(f"{stage}_rows", Rows())
+            self.add_module(f"{stage}_mean", MeanMetric())
+            self.add_module(
+                f"{stage}_errors",
+                MetricCollection([MeanSquaredError(), MeanAbsoluteError()], prefix=f"{stage}_"),
+            )
+        self.found: dict[str, Any] = {}
+
+    def _update(self, stage: str, batch: Tensor) -> None:
+        def part(name: str) -> Any:
+            return getattr(self, f"{stage}_{name}")
+
+        x = batch.double()
+        part("sum").update(torch.ones(len(x)))
+        part("all").update(x)
+        part("rows").update(x)
+        part("mean")(x.float())
+        part("errors").update(x.float(), torch.zeros(len(x)))
+        self.log(f"{stage}_sum", part("sum"), on_step=False, on_epoch=True)
+        self.log(f"{stage}_mean", part("mean"), on_step=False, on_epoch=True)
+        self.log_dict(part("errors"), on_step=False, on_epoch=True)
+
+    def _compute(self, stage: str) -> None:
+        for name in ("all", "rows"):
+            metric = getattr(self, f"{stage}_{name}")
+            self.found[f"{stage}_{name}"] = sorted(metric.compute().tolist())
+            metric.reset()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self._update("train", batch)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self._compute("train")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._update("val", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._compute("val")
+
+
+@pytest.mark.parametrize("num_samples", [8, 9, 3])
+@pytest.mark.parametrize("layout", ["dp2 x tp2", "dp4"])
+def test_metrics_see_every_sample_once(layout: str, num_samples: int) -> None:
+    world_size, degrees = LAYOUTS[layout]
+
+    def run(rank: int, world_size: int) -> Any:
+        loader = numbered(num_samples, batch_size=2)
+        module = fit(rank, world_size, degrees, loader, Measured, loader, max_epochs=2)
+        return module.found, {k: float(v) for k, v in module.trainer.callback_metrics.items()}
+
+    x = torch.arange(num_samples).double()
+    for found, logged in run_ranks(run, world_size, init_process_group=False):
+        for stage in ("train", "val"):
+            assert found[f"{stage}_all"] == found[f"{stage}_rows"] == list(range(num_samples))
+            assert logged[f"{stage}_sum"] == num_samples
+            assert logged[f"{stage}_mean"] == pytest.approx(float(x.mean()))
+            assert logged[f"{stage}_MeanSquaredError"] == pytest.approx(float(x.square().mean()))
+            assert logged[f"{stage}_MeanAbsoluteError"] == pytest.approx(float(x.mean()))
+
+
+# ---------------------------------------------------------------- keys that differ
+
+
+class Differs(Tiny):
+    """Logs another key on rank 1: in a step or a hook, for the step or for the epoch."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__()
+        self.where, self.what = where, what
+        self.extra = SumMetric()
+
+    def _log_here(self, where: str) -> None:
+        if self.where != where:
+            return
+        options: dict[str, Any] = {"on_step": self.what == "step", "on_epoch": self.what == "epoch"}
+        if self.what == "shown":
+            options = {"on_step": True, "on_epoch": False, "prog_bar": True}
+        if self.what == "metric":
+            self.extra.update(1.0)
+            if self.global_rank == 1:
+                self.log("extra", self.extra, on_step=False, on_epoch=True)
+            return
+        self.log("a" if self.global_rank == 0 else "b", float(self.global_rank), **options)
+
+    def _log_on_one(self, where: str) -> None:
+        if self.where == f"{where}, one rank" and self.global_rank == 1:
+            step = self.what == "step"
+            self.log("extra", 1.0, on_step=step, on_epoch=not step)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self._log_here("training_step")
+        self._log_on_one("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._log_here("on_train_batch_end")
+        self._log_on_one("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self._log_here("on_train_epoch_end")
+        self._log_on_one("on_train_epoch_end")
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+        if dataloader_idx == 0:  # told before the values of the second loader
+            self._log_here("validation_step")
+            self._log_on_one("validation_step")
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_here("on_validation_epoch_end")
+        self._log_on_one("on_validation_epoch_end")
+
+
+@pytest.mark.parametrize("what", ["step", "epoch", "shown", "metric"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "training_step",
+        "on_train_batch_end",
+        "validation_step",
+        "on_train_epoch_end",
+        "on_validation_epoch_end",
+        "training_step, one rank",
+        "on_train_batch_end, one rank",
+        "validation_step, one rank",
+        "on_validation_epoch_end, one rank",
+    ],
+)
+def test_different_keys_are_an_error_on_every_rank(where: str, what: str) -> None:
+    if what != "epoch" and ("epoch_end" in where or (what in ("shown", "metric") and "one rank" in where)):
+        pytest.skip("hooks of an epoch log values of an epoch")
+
+    def run(rank: int, world_size: int) -> str:
+        loader = numbered(4, batch_size=1)
+        with pytest.raises(TitanplugError) as error:
+            fit(
+                rank,
+                world_size,
+                {},
+                loader,
+                lambda: Differs(where, what),
+                lambda: [loader(), loader()],
+            )
+        return str(error.value)
+
+    first, second = run_ranks(run, 2, timeout_s=60, init_process_group=False)
+    assert first == second
+    hook = where.removesuffix(", one rank")
+    if what == "metric" or "one rank" in where:
+        assert f"rank 1 logged {hook}.extra" in first and "rank 0 logged nothing" in first
+    else:
+        assert f"rank 0 logged {hook}.a" in first and f"rank 1 logged {hook}.b" in first
+
+
+def test_a_value_of_rank_zero_alone_may_say_so() -> None:
+    class OnRankZero(Tiny):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if self.global_rank == 0:
+                self.log("mine", 5.0, rank_zero_only=True, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    def run(rank: int, world_size: int) -> Any:
+        module = fit(rank, world_size, {}, numbered(4, batch_size=1), OnRankZero)
+        return dict(module.trainer.callback_metrics)
+
+    first, second = run_ranks(run, 2, init_process_group=False)
+    assert float(first["mine"]) == 5.0 and second == {}
+
+
+@pytest.mark.parametrize("value", ["text", {"a": {"b": 1.0}}, torch.zeros(2)])
+def test_what_is_no_number_is_refused_by_lightning(value: Any) -> None:
+    class Wrong(Tiny):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("wrong", value)
+            raise AssertionError("the line above raises")
+
+    def run(rank: int, world_size: int) -> None:
+        with pytest.raises((ValueError, L.pytorch.utilities.exceptions.MisconfigurationException)):
+            fit(rank, world_size, {}, numbered(4, batch_size=1), Wrong)
+
+    run_ranks(run, 2, init_process_group=False)
+
+
+# ---------------------------------------------------------------- decisions
+
+
+class Monitored(Tiny):
+    """A value that gets worse from the fourth epoch on, if all ranks count; on each rank alone it doesn't."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    def _value(self, batch: Tensor) -> Tensor:
+        epoch = self.current_epoch
+        sign = 1.0 if self.trainer.strategy.dp_rank == 0 else -1.0  # type: ignore[attr-defined]
+        return torch.tensor(abs(epoch - 2.0) + 100.0 * sign * (1 + epoch % 3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.key in ("train", "step"):
+            on_step = self.key == "step"
+            self.log(self.key, self._value(batch), on_step=on_step, on_epoch=not on_step)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.key == "val":
+            self.log("val", self._value(batch))
+
+
+def _decide(rank: int, world_size: int, key: str, folder: Path) -> Any:
+    L.seed_everything(7, verbose=False)
+    stopping = EarlyStopping(key, patience=1, mode="min", check_on_train_epoch_end=key != "val")
+    saving = ModelCheckpoint(
+        folder, f"{{epoch}}-{{{key}:.0f}}", monitor=key, save_on_train_epoch_end=key != "val"
+    )
+    trainer = build_trainer(
+        world_size,
+        TitanStrategy(**DP2_TP2),
+        enable_checkpointing=True,
+        callbacks=[stopping, saving],
+        max_epochs=9,
+        log_every_n_steps=50,
+    )
+    loaders = [numbered(4, batch_size=2)() for _ in range(2)]
+    trainer.fit(Monitored(key), *loaders)
+    return trainer.current_epoch, saving.best_model_path, float(saving.best_model_score), stopping.stopped_epoch
+
+
+@pytest.mark.parametrize("key", ["val", "train", "step"])
+def test_stopping_and_saving_agree_on_every_rank(key: str, tmp_path: Path) -> None:
+    found = run_ranks(_decide, 4, key, tmp_path, init_process_group=False)
+    # Scores by epoch are 2, 1, 0, 1: the third is the best, and with patience 1 the fourth the last.
+    assert found == [(4, str(tmp_path / f"epoch=2-{key}=0.ckpt"), 0.0, 3)] * 4
+
+
+class Plateau(Tiny):
+    """A schedule that reads a value of each step, which is another one on each rank."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        sign = 1.0 if self.global_rank == 0 else -1.0
+        self.log("level", batch_idx + 100.0 * sign * (-1) ** batch_idx, on_step=True, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": schedule,
+                "interval": "step",
+                "monitor": "level",
+                "reduce_on_plateau": True,
+            },
+        }
+
+
+def test_a_schedule_that_monitors_a_step_agrees_on_every_rank() -> None:
+    def run(rank: int, world_size: int) -> float:
+        module = fit(
+            rank, world_size, {}, numbered(8, batch_size=1), Plateau, log_every_n_steps=50
+        )
+        return float(module.optimizers().param_groups[0]["lr"])
+
+    # The common value rises at each of the four steps: three reductions.
+    assert run_ranks(run, 2, init_process_group=False) == [0.1 / 8, 0.1 / 8]
+
+
+def test_log_is_lightnings_own_again_afterwards() -> None:
+    def run(rank: int, world_size: int) -> list[str]:
+        module = fit(rank, world_size, {}, lambda: DataLoader(Indices(4)), LogsSeldom)
+        connector = module.trainer._logger_connector
+        return [name for name in ("log",) if name in vars(module)] + [
+            name for name, value in vars(connector).items() if isinstance(value, Callable)  # type: ignore[arg-type]
+        ]
+
+    assert run_ranks(run, 2, init_process_group=False) == [[], []]

@@ -1,0 +1,128 @@
+"""Reads what a checkpoint directory holds into a module and its optimizers, however they are laid out."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim import Optimizer
+
+from titanplug.strategy import checkpoint_state as states
+from titanplug.strategy.checkpoint_files import CheckpointError, require_plain_metadata
+
+MODEL_KEY = "state_dict"
+Position = tuple[int, int]
+"""A data-parallel rank and the number of such ranks."""
+
+
+class CheckpointReader:
+    """Reads the entries of one checkpoint directory.
+
+    Args:
+        path: the directory.
+        weights_only: False allows any Python object.
+        alone: this process reads by itself, whether there are others or not.
+
+    Raises:
+        CheckpointError: the directory's records aren't those of a checkpoint.
+    """
+
+    def __init__(self, path: Path, weights_only: bool | None, alone: bool = False) -> None:
+        self._path = path
+        self._weights_only = weights_only is not False
+        self._alone = alone or not dist.is_initialized()
+        self._files = dcp.FileSystemReader(path)
+        require_plain_metadata(path)
+        self._metadata: Metadata = self._files.read_metadata()
+
+    def read_model(self, module: nn.Module, extra: dict[str, Any], strict: bool) -> None:
+        """Read parameters and buffers into ``module``; ``extra`` are states that aren't tensors."""
+        wanted = states.model_state(module)
+        found = set(states.names_under(MODEL_KEY, self._metadata))
+        if strict:
+            states.require_same_names(wanted, found | extra.keys(), self._path)
+        tensors = {name: value for name, value in wanted.items() if name in found}
+        self._fill({MODEL_KEY: tensors})
+        rest = {name: value for name, value in extra.items() if name in wanted}
+        set_model_state_dict(module, tensors | rest, options=StateDictOptions(strict=strict))
+
+    def read_optimizer(
+        self, key: str, plain: dict[str, Any], module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Read a state into ``optimizer``; ``plain`` is what isn't tensors of it."""
+        names = states.parameter_names(module)
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        states.require_same_groups([group["params"] for group in plain["param_groups"]], groups)
+        parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+        tensors = {
+            name: {entry: self._room(f"{key}.{name}.{entry}", parameters[name]) for entry in entries}
+            for name, entries in plain["tensors"].items()
+        }
+        self._fill({key: tensors})
+        named = states.join_tensors(plain, tensors)
+        optimizer.load_state_dict(states.count_parameters(named, groups))
+
+    def read_loaders(self, position: Position, required: bool = True) -> Any:
+        """The states of this rank's loaders; None where none were saved."""
+        keys = states.loader_keys(self._metadata)
+        own = states.loader_key(*position)
+        if own in keys:
+            return self._unpack(own)
+        saved = [self._unpack(key) for key in keys]
+        if all(state == saved[0] for state in saved):
+            return saved[0] if saved else None  # they don't tell ranks apart
+        if not required:
+            return None
+        raise CheckpointError(
+            f"{self._path} holds the positions of the data loaders of {len(keys)} data-parallel ranks, "
+            f"now there are {position[1]}: each rank reads a share of its own, so the positions "
+            f"can't be handed over. Use {len(keys)} data-parallel ranks, or start a new run from the "
+            "saved weights."
+        )
+
+    def read_whole(self, key: str, names: list[str] | None = None) -> dict[str, Any]:
+        """Entries below ``key`` as whole values, by name."""
+        names = states.names_under(key, self._metadata) if names is None else names
+        entries = {f"{key}.{name}": self._room(f"{key}.{name}") for name in names}
+        self._fill(entries)
+        return {name: entries[f"{key}.{name}"] for name in names}
+
+    def _unpack(self, key: str) -> Any:
+        packed = self._room(key)
+        self._fill({key: packed})
+        buffer = io.BytesIO(packed.numpy().tobytes())
+        try:
+            return torch.load(buffer, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"The states of the data loaders in {self._path} hold Python objects beyond tensors "
+                "and plain containers, which could run code when loaded. If you trust the "
+                "checkpoint, pass weights_only=False."
+            ) from error
+
+    def _room(self, key: str, beside: nn.Parameter | None = None) -> Tensor:
+        """Where an entry is read to: sharded as the parameter ``beside`` it, where it has its shape."""
+        entry = self._metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{self._path}: {key} is not a tensor, but titanplug writes only tensors there. Use a "
+                "checkpoint that it wrote."
+            )
+        dtype = entry.properties.dtype
+        if beside is not None and entry.size == beside.shape:
+            return torch.empty_like(beside, dtype=dtype, requires_grad=False)
+        return torch.empty(entry.size, dtype=dtype)
+
+    def _fill(self, wanted: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(wanted, storage_reader=self._files, no_dist=self._alone)

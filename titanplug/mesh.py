@@ -142,3 +142,19 @@ class Mesh:
     def rank(self, name: Axis | View) -> int:
         """This process's position in an axis or a view."""
         return self[name].get_local_rank()
+
+
+_shared: dict[tuple[ParallelDims, str], tuple[dist.ProcessGroup | None, Mesh]] = {}
+
+
+def shared_mesh(dims: ParallelDims, device_type: str) -> Mesh:
+    """The mesh of these degrees over the default process group, made once.
+
+    A script with several Trainers of one layout gets the same process groups for all, and a module that
+    one of them has laid out fits the others.
+    """
+    group = dist.group.WORLD
+    known = _shared.get((dims, device_type))
+    if known is None or known[0] is not group:
+        known = _shared[dims, device_type] = group, Mesh(dims, device_type)
+    return known[1]

@@ -134,6 +134,16 @@ def test_replaces_a_file_or_a_link(tmp_path: Path) -> None:
     assert module[0].weight.max() == 1.0  # type: ignore[index]
 
 
+def test_no_other_directory_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    checkpoint.save(content(build()), tmp_path / "work", (0, 1))  # an empty one is nobody's
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.txt").touch()
+    message = message_of(checkpoint.save, content(build()), tmp_path / "own", (0, 1))
+    assert "isn't a checkpoint" in message
+    assert entries(tmp_path / "own") == {"thesis.txt"}
+
+
 def test_urls_are_refused() -> None:
     message = message_of(checkpoint.save, content(build()), Path("s3://bucket/last.ckpt"), (0, 1))
     assert "s3:/bucket/last.ckpt" in message and "file system" in message

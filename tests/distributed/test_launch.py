@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,10 @@ class Net(L.LightningModule):
 def rows(count=16):
     return DataLoader(TensorDataset(torch.ones(count, 4)), batch_size=2)
 
+def fail():
+    (HERE / "failing").touch()
+    raise ValueError(f"own error of rank {RANK}")
+
 def trainer(**options):
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False,
                  enable_model_summary=False, num_sanity_val_steps=0, max_epochs=1)
@@ -60,6 +65,8 @@ def trainer(**options):
 
 @dataclass
 class Ended:
+    """``seconds`` is counted from the failure, which a script tells by :data:`FAIL`, or from its start."""
+
     code: int
     out: str
     err: str
@@ -67,7 +74,8 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        return self.err.strip().splitlines()[-1]
+        """Without the prefix by which torch tells the rank that prints."""
+        return re.sub(r"^\[rank\d+\]: ", "", self.err.strip().splitlines()[-1])
 
 
 def script(folder: Path, body: str) -> Path:
@@ -99,11 +107,13 @@ def started(command: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> Ended:
+def finish(process: subprocess.Popen[str], timeout_s: float = 110.0, folder: Path | None = None) -> Ended:
     """Wait for the end; nothing of the process's session may be left."""
-    begin = time.monotonic()
+    begin = time.time()
     out, err = process.communicate(timeout=timeout_s)
-    seconds = time.monotonic() - begin
+    if folder is not None and (folder / "failing").exists():
+        begin = (folder / "failing").stat().st_mtime
+    seconds = time.time() - begin
     left = [p for p in psutil.process_iter() if _session(p.pid) == process.pid and p.is_running()]
     left = [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
     assert not left, f"left behind: {left}\n{err}"
@@ -117,9 +127,9 @@ def _session(pid: int) -> int:
         return -1
 
 
-def run(path: Path, *arguments: str, timeout_s: float = 60.0, **env: str) -> Ended:
+def run(path: Path, *arguments: str, **env: str) -> Ended:
     with started([sys.executable, str(path), *arguments], **env) as process:
-        return finish(process, timeout_s)
+        return finish(process, folder=path.parent)
 
 
 def wait_for(process: subprocess.Popen[str], *paths: Path) -> None:
@@ -144,19 +154,24 @@ WHOLE = """
 """
 
 
+EXPECTED = ["rank 0 of 2: 4 steps, 5 batches", "rank 1 of 2: 4 steps, 2 batches"]
+
+
 def test_fit_test_predict_and_fit_again(tmp_path: Path) -> None:
-    """In one script, by its own launcher; and the same file under torchrun, which it attaches to."""
-    path = script(tmp_path, WHOLE)
-    env = {"OMP_NUM_THREADS": "1"}
-    alone = run(path, **env)
-    assert alone.code == 0, alone.err
-    expected = ["rank 0 of 2: 4 steps, 5 batches", "rank 1 of 2: 4 steps, 2 batches"]
-    assert sorted(line for line in alone.out.splitlines() if line.startswith("rank")) == expected
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
-    with started([sys.executable, *torchrun], **env) as process:
-        attached = finish(process)
-    assert attached.code == 0, attached.err
-    assert sorted(line for line in attached.out.splitlines() if line.startswith("rank")) == expected
+    """In one script, by its own launcher."""
+    ended = run(script(tmp_path, WHOLE), OMP_NUM_THREADS="1")
+    assert ended.code == 0, ended.err
+    assert sorted(line for line in ended.out.splitlines() if line.startswith("rank")) == EXPECTED
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    """The same file attaches to the processes that are there."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with started([sys.executable, *torchrun, str(script(tmp_path, WHOLE))]) as process:
+        ended = finish(process)
+    assert ended.code == 0, ended.err
+    assert sorted(line for line in ended.out.splitlines() if line.startswith("rank")) == EXPECTED
 
 
 FAILURES = {
@@ -164,23 +179,19 @@ FAILURES = {
         class Failing(Net):
             def step(self, batch_idx):
                 if RANK == {rank} and batch_idx == 2:
-                    raise ValueError("own error of rank {rank}")
+                    fail()
         trainer().fit(Failing(), rows())
     """,
     "before the first collective": """
-        trainer()
-        class Failing(Net):
-            def setup(self, stage):
-                pass
         if RANK == {rank} and "LOCAL_RANK" in os.environ:
-            raise ValueError("own error of rank {rank}")
+            fail()
         trainer().fit(Net(), rows())
     """,
-    "in setup, with a callback that saves": """
+    "with a callback that saves": """
         class Failing(Net):
             def on_train_start(self):
                 if RANK == {rank}:
-                    raise ValueError("own error of rank {rank}")
+                    fail()
         saves = OnExceptionCheckpoint(HERE)
         trainer(callbacks=[saves], enable_checkpointing=True).fit(Failing(), rows())
     """,
@@ -188,7 +199,7 @@ FAILURES = {
         net, t = Net(), trainer()
         t.fit(net, rows())
         if RANK == {rank}:
-            raise ValueError("own error of rank {rank}")
+            fail()
         t.test(net, rows(), verbose=False)
     """,
     "after the last call": """
@@ -196,51 +207,43 @@ FAILURES = {
         t.fit(Net(), rows())
         if RANK == {rank}:
             time.sleep(1)
-            raise ValueError("own error of rank {rank}")
+            fail()
+    """,
+    "while the other hangs": """
+        class Hanging(Net):
+            def step(self, batch_idx):
+                if batch_idx == 2 and RANK == {rank}:
+                    fail()
+                if batch_idx == 2:
+                    time.sleep(600)
+        trainer().fit(Hanging(), rows())
     """,
 }
 
 
-@pytest.mark.parametrize("where", FAILURES)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failing_rank_ends_all(where: str, rank: int, tmp_path: Path) -> None:
-    """Within half a minute, exit code not 0, its own error last."""
-    if where == "before the first collective" and rank == 0:
-        pytest.skip("then rank 0 has started no other rank yet")
-    ended = run(script(tmp_path, FAILURES[where].format(rank=rank)))
+def check_failure(where: str, rank: int, folder: Path) -> None:
+    ended = run(script(folder, FAILURES[where].format(rank=rank)))
     assert ended.code not in (0, None)
     assert ended.last_line == f"ValueError: own error of rank {rank}", ended.err
     assert ended.seconds < 30
-    assert not list(tmp_path.glob("*.ckpt"))
+    assert not list(folder.glob("*.ckpt"))
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    body = """
-        class Dying(Net):
-            def step(self, batch_idx):
-                if RANK == 1 and batch_idx == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        trainer().fit(Dying(), rows())
-    """
-    ended = run(script(tmp_path, body))
-    assert ended.code not in (0, None)
-    assert "rank 1 of 2 failed: It was ended by SIGKILL." in ended.last_line
+@pytest.mark.parametrize("where", ["in a step"])
+def test_a_failing_rank_ends_all(where: str, tmp_path: Path) -> None:
+    """Within half a minute, exit code not 0, its own error last."""
+    check_failure(where, 1, tmp_path)
 
 
-def test_a_rank_that_hangs_while_another_fails(tmp_path: Path) -> None:
-    body = """
-        class Hanging(Net):
-            def step(self, batch_idx):
-                if batch_idx == 2 and RANK == 1:
-                    raise ValueError("own error of rank 1")
-                if batch_idx == 2:
-                    time.sleep(600)
-        trainer().fit(Hanging(), rows())
-    """
-    ended = run(script(tmp_path, body))
-    assert ended.code not in (0, None)
-    assert ended.last_line == "ValueError: own error of rank 1", ended.err
-    assert ended.seconds < 30
+@pytest.mark.slow
+@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wherever_it_fails(where: str, rank: int, tmp_path: Path) -> None:
+    if (where, rank) == ("before the first collective", 0):
+        pytest.skip("then rank 0 has started no other rank yet")
+    if (where, rank) == ("in a step", 1):
+        pytest.skip("that is tested above")
+    check_failure(where, rank, tmp_path)
 
 
 LONG = """
@@ -258,7 +261,14 @@ LONG = """
 """
 
 
-@pytest.mark.parametrize(("signum", "target"), [("SIGTERM", 0), ("SIGTERM", 1), ("SIGINT", 0)])
+SIGNALS = [
+    ("SIGTERM", 0),
+    pytest.param("SIGTERM", 1, marks=pytest.mark.slow),
+    pytest.param("SIGINT", 0, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("signum", "target"), SIGNALS)
 def test_signals(signum: str, target: int, tmp_path: Path) -> None:
     """SIGTERM to either rank stops all after the same step, with a checkpoint; SIGINT just ends them."""
     path = script(tmp_path, "OPTIONS = {}\n" + textwrap.dedent(LONG))
@@ -282,6 +292,7 @@ def test_signals(signum: str, target: int, tmp_path: Path) -> None:
         assert torch.load(saved / "meta.pt", weights_only=True)["global_step"] == steps[0] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["fit", "test"])
 def test_sigterm_with_one_process(call: str, tmp_path: Path) -> None:
     body = """
@@ -304,6 +315,7 @@ def test_sigterm_with_one_process(call: str, tmp_path: Path) -> None:
     assert ended.code == 0 and "went on" not in ended.out
 
 
+@pytest.mark.slow
 def test_killed_parent_leaves_nobody(tmp_path: Path) -> None:
     path = script(tmp_path, "OPTIONS = {}\n" + textwrap.dedent(LONG))
     with started([sys.executable, str(path)]) as process:
@@ -312,6 +324,7 @@ def test_killed_parent_leaves_nobody(tmp_path: Path) -> None:
         finish(process, 10)
 
 
+@pytest.mark.slow
 def test_devices_unlike_the_processes(tmp_path: Path) -> None:
     body = """
         try:

@@ -243,6 +243,7 @@ def test_the_rest_of_the_processes_is_checked_like_a_number() -> None:
         (["trainer.num_nodes=0"], ["trainer.num_nodes=0"]),
         (["model.num_heads=5"], ["model.", "num_heads=5", "dim=64"]),
         (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "auto, cpu"]),
+        (["parallelism.timeout_s=0"], ["timeout_s=0"]),
         (["parallelism.pp=2"], ["pp=2", "not available yet"]),
         (["name=${nowhere}"], ["nowhere"]),
     ],

@@ -133,6 +133,12 @@ def test_bpe_size_does_not_depend_on_the_text(tmp_path, caplog):
     assert "fewer than vocab_size=4000" in caplog.text
 
 
+def test_bpe_is_not_trained_on_nothing(tmp_path):
+    for texts in ([], [""]):
+        with pytest.raises(ConfigError, match="which has no text here. Name the training split"):
+            BPETokenizer().prepare(lambda texts=texts: texts, tmp_path)
+
+
 def test_a_tokenizer_without_vocabulary_says_so():
     tokenizer = BPETokenizer()
     for use in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1])):

@@ -178,12 +178,11 @@ def _check_layout(
         seq_len=data.get("seq_len"),
         sequence_parallel=layout["sequence_parallel"],
         batch_size=data.get("batch_size"),
+        gradient_norm_type=layout["gradient_norm_type"],
+        timeout_s=layout["timeout_s"],
     )
-    degrees = {axis: layout[axis] for axis in AXES}
     try:
-        dims = validate_run(facts, **degrees)
-        if -1 in degrees.values():  # the rest is known now, and has to fit as well
-            validate_run(facts, **dims.degrees)
+        validate_run(facts, **{axis: layout[axis] for axis in AXES})
     except ConfigError as error:
         problems += error.problems
 

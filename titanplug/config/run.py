@@ -73,7 +73,7 @@ class TitanStrategyConfig:
     error_if_nonfinite: bool = False
     check_peers: bool = False
     process_group_backend: str | None = None
-    timeout_s: float = 180.0
+    timeout_s: float = 1800.0
 
 
 @dataclass

@@ -149,9 +149,14 @@ class BPETokenizer(SubwordTokenizer):
         """Load the vocabulary trained on these documents from the cache, or train it.
 
         Raises:
-            ConfigError: the cache folder cannot be written to.
+            ConfigError: there is no text to train on, or the cache folder cannot be written to.
         """
         documents = read_documents()
+        if not any(documents):
+            raise ConfigError(
+                "BPETokenizer is trained on the training split, which has no text here. Name the training "
+                "split as the data does, or give HFTokenizer(path) a vocabulary made before."
+            )
         key = hash_parts(["bpe 1", str(self.min_frequency), *documents])[:16]
         folder = cache_dir / "tokenizers" / f"bpe{self.vocab_size}-{key}"
         if not folder.is_dir():

@@ -78,7 +78,9 @@ def free_gathered(units: list[FSDPModule]) -> None:
     Without it a later change of the shards (a loaded checkpoint) would not reach the next forward.
     """
     for unit in units:
-        unit.reshard()
+        for group in _param_groups(unit):
+            if group.is_unsharded:
+                group._to_sharded()  # unit.reshard() would do nothing inside the root's forward
 
 
 def register_backward(units: list[FSDPModule], loss: Tensor) -> None:

@@ -129,12 +129,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 def reduce_partial_gradients(parameters: Sequence[nn.Parameter], group: AxisGroup) -> None:
     """Sum gradients of replicated parameters that each rank of ``group`` holds a part of.
 
-    One all-reduce of one flat buffer for each dtype.
+    One all-reduce of one flat buffer for each dtype; half types are added up in float32.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in local_gradients(parameters):
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
-        flat = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), group)
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        if flat.itemsize < 4:
+            flat = flat.float()
+        flat = all_reduce(flat, group)
         parts = flat.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])

@@ -9,12 +9,16 @@ changes its forward and before the hooks of FSDP are put around it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh
 from titanplug.parallel.fsdp import ShardOptions, apply_fsdp
 from titanplug.parallel.initialise import broadcast_values, materialize
@@ -32,12 +36,14 @@ class Parallelized:
         plan: the plan that was followed.
         tensor: what tensor parallel left to do after backward.
         fsdp_units: the FSDP units, the root last; empty where there is one data-parallel rank.
+        options: the switches it was laid out with, by their names.
     """
 
     mesh: Mesh
     plan: ParallelPlan
     tensor: TensorParallelized = field(default_factory=TensorParallelized)
     fsdp_units: list[FSDPModule] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def partial_parameters(self, root: nn.Module) -> list[nn.Parameter]:
         """Parameters whose gradients are parts of a sum over the tensor axis, also those that are frozen."""
@@ -68,9 +74,11 @@ def parallelize(
         shard: switches of FSDP.
 
     Raises:
-        ConfigError: the plan doesn't fit the module, or weights on the meta device can't be filled.
+        ConfigError: the module is sharded already, the plan doesn't fit it, or weights on the meta device
+            can't be filled.
     """
-    result = Parallelized(mesh, plan)
+    _require_whole(root)
+    result = Parallelized(mesh, plan, options=switches(mesh, tensor, shard))
     broadcast_values(root, device)
     if mesh.dims.tp > 1:
         result.tensor = apply_tensor_parallel(root, plan, mesh["tp"], tensor)
@@ -78,3 +86,30 @@ def parallelize(
         result.fsdp_units = apply_fsdp(root, plan, mesh, shard)
     materialize(root, device, seed)
     return result
+
+
+def switches(mesh: Mesh, tensor: TensorOptions, shard: ShardOptions) -> dict[str, Any]:
+    """The switches that make a difference on ``mesh``, by their names."""
+    used: list[Any] = []
+    if mesh.dims.tp > 1:
+        used.append(tensor)
+    if mesh["fsdp"].size() * mesh.dims.dp_replicate > 1:
+        used.append(shard)
+    return {item.name: getattr(options, item.name) for options in used for item in fields(options)}
+
+
+def _require_whole(root: nn.Module) -> None:
+    """Check that nobody has laid the module out before."""
+    wrapped = [
+        f"{name or 'the module'} is a {type(module).__name__}"
+        for name, module in root.named_modules()
+        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel | FSDPModule)
+    ]
+    sharded = [
+        f"{name} is a DTensor" for name, value in root.named_parameters() if isinstance(value, DTensor)
+    ]
+    if wrapped or sharded:
+        raise ConfigError(
+            f"{type(root).__name__} is laid out already: {(wrapped + sharded)[0]}. TitanStrategy does that, "
+            "by its degrees and the plan. Build plain modules in __init__ and configure_model."
+        )

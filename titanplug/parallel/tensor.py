@@ -121,8 +121,8 @@ def validate_styles(root: nn.Module, styles: dict[str, Style], tp: int) -> None:
             elif id(parameter) not in seen and module is root:
                 problems.append(
                     f"{key}: no style of the tensor-parallel plan covers this parameter of the module "
-                    f"itself. Add \"\": ReplicateParallel() to the plan if every rank computes alike with it, "
-                    "with partial_grad=True if on a shard of the sequence."
+                    "itself. Add a style for the pattern \"\" to the plan: ReplicateParallel() if every rank "
+                    "computes alike with it, with partial_grad=True if on a shard of the sequence."
                 )
             elif id(parameter) not in seen:
                 problems.append(
@@ -142,8 +142,8 @@ def _style_problems(name: str, module: nn.Module, style: Style, tp: int) -> list
         if not own or isinstance(style, ReplicateParallel):
             return []
         return [
-            f"{', '.join(own)}: {type(style).__name__} is the style of parameters of the module itself, which "
-            "the step computes with as they are. Only ReplicateParallel() fits. Change the style."
+            f"{', '.join(own)}: the plan gives {type(style).__name__} to parameters of the module itself, "
+            "with which the step computes as they are. Only ReplicateParallel() fits. Change the style."
         ]
     if isinstance(style, ColwiseParallel):
         if not isinstance(module, nn.Linear):

@@ -61,7 +61,8 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position) -> None:
     Raises:
         CheckpointError: a rank could not write; on all ranks. What was at ``path`` is still there.
     """
-    aside = writing_path(path)
+    with agreed(f"preparing {path}"):
+        aside = writing_path(path)
     try:
         with agreed(f"preparing {path}"):
             rest = states.without_loader_states(checkpoint)

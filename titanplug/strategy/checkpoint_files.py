@@ -48,12 +48,17 @@ def writing_path(path: Path) -> Path:
     """Where the checkpoint that will be ``path`` is written.
 
     Raises:
-        CheckpointError: ``path`` is a URL.
+        CheckpointError: ``path`` is a URL, or a directory of something else, which must not be replaced.
     """
     if ":/" in str(path):
         raise CheckpointError(
             f"{path} is a URL: checkpoints are directories of a file system that all ranks reach. Give a "
             "path of one, and copy the finished checkpoint."
+        )
+    if path.is_dir() and any(path.iterdir()) and not (path / META_FILE).exists():
+        raise CheckpointError(
+            f"{path} is a directory that isn't a checkpoint, and saving would replace it. Give the "
+            "checkpoint a name of its own."
         )
     return path.parent / _WRITING / path.name
 

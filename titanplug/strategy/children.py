@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -105,7 +106,8 @@ class Children:
                 return RankError(self._failed(rank, f" It was ended by {name}.{hint}"))
             text = bytes(self._tails[rank]).decode(errors="replace").strip()
             start = max(0, text.rfind("Traceback (most recent call last)"))
-            return RankError(self._failed(rank, f" Exit code {code}.\n{text[start:]}"))
+            text = re.sub(r"^\[rank\d+\]: ?", "", text[start:], flags=re.MULTILINE)  # torch's prefix
+            return RankError(self._failed(rank, f" Exit code {code}.\n{text}"))
         return None
 
     def _failed(self, rank: int, how: str) -> str:

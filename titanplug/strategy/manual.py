@@ -54,9 +54,16 @@ class ManualStep:
         if self._running:
             register_backward(self._units, loss)
 
-    def after_update(self) -> None:
-        """An optimizer has changed the shards: what is gathered is old."""
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around an optimizer's step, which changes the shards: what is gathered would be old after it.
+
+        Hooks that look at gradients before the step find them on the shards.
+        """
         if self._running:
+            free_gathered(self._units)
+        yield
+        if self._running:  # a closure may have gathered
             free_gathered(self._units)
 
     def _followed(self, toggle: Any) -> Any:

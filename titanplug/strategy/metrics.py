@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
@@ -27,6 +28,21 @@ def prepare_metrics(module: nn.Module, group: dist.ProcessGroup) -> None:
         if any(isinstance(default, list) for default in metric._defaults.values()):
             # A partial of a function of this module, so that the metric can still be copied and pickled.
             metric.__dict__["_sync_dist"] = partial(_sync_lists, metric)
+
+
+def move_to_device(module: nn.Module, device: torch.device) -> None:
+    """``module.to(device)`` that leaves what is there alone.
+
+    DTensors that took part in a backward can't be moved, not even to where they are. States of metrics are
+    neither parameters nor buffers.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.device != device for tensor in tensors):
+        module.to(device)
+        return
+    for metric in _metrics(module):
+        metric.to(device)
+    _update_properties(module, device=device)
 
 
 @contextmanager

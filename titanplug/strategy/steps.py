@@ -117,6 +117,13 @@ class Steps:
 
     def predict(self, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """``predict_step``."""
+        loop: Any = self._trainer.predict_loop
+        index = self._served.get(self._loader_idx, 0)
+        if self._share(args[0], _flattened(loop), self._loader_idx, index).local == 0:
+            # Another rank has these samples: tell prediction writers of none.
+            loop.current_batch_indices = []
+            for indices in loop.epoch_batch_indices[self._loader_idx : self._loader_idx + 1]:
+                indices[-1:] = [[]] if indices else []
         self._seed_evaluation()
         with context:
             return self._whole(self._call("predict_step", args, kwargs))

@@ -26,11 +26,11 @@ from typing_extensions import override
 
 from titanplug.compat import let_strategy_validate_settings
 from titanplug.errors import ConfigError
-from titanplug.mesh import Mesh, ParallelDims
+from titanplug.mesh import Mesh, ParallelDims, shared_mesh
 from titanplug.parallel.buffers import broadcast_buffers
 from titanplug.parallel.fsdp import free_gathered, set_gradient_sync
 from titanplug.parallel.local_optimizer import LocalShards, is_elementwise
-from titanplug.parallel.parallelize import Parallelized, parallelize
+from titanplug.parallel.parallelize import Parallelized, parallelize, switches
 from titanplug.parallel.styles import TensorOptions
 from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
 from titanplug.strategy import checkpoint as checkpoints
@@ -38,7 +38,7 @@ from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.launcher import ScriptLauncher
-from titanplug.strategy.metrics import prepare_metrics
+from titanplug.strategy.metrics import move_to_device, prepare_metrics
 from titanplug.strategy.peer_checks import check_batch, check_gradients
 from titanplug.strategy.precision import build_precision, shard_options
 from titanplug.strategy.profiler import replace_idle_profiler
@@ -258,7 +258,7 @@ class TitanStrategy(ModelParallelStrategy):
         self._setup_distributed()
         self._after_exception = AfterException()
         if self._mesh is None:
-            self._mesh = Mesh(self.parallel_dims, self.root_device.type)
+            self._mesh = shared_mesh(self.parallel_dims, self.root_device.type)
             given = os.environ.get("PL_GLOBAL_SEED")
             own = int(given) if given is not None else torch.initial_seed() % 2**31
             self._seed = int(self.broadcast(own))
@@ -284,7 +284,7 @@ class TitanStrategy(ModelParallelStrategy):
         module = self._module
         self._layout = self._lay_out(module)
         self.model = module
-        self.model_to_device()
+        move_to_device(module, self.root_device)
         prepare_metrics(module, self.mesh.group("loss"))
         self._window = GradientWindow(
             module,
@@ -317,12 +317,14 @@ class TitanStrategy(ModelParallelStrategy):
 
     def _lay_out(self, module: LightningModule) -> Parallelized:
         layout: Parallelized | None = module.__dict__.get(_LAYOUT)
+        shard = shard_options(self.precision_plugin, reshard_after_forward=self._reshard_after_forward)
         if layout is not None:
-            if layout.mesh is not self.mesh:
+            now = switches(self.mesh, self._tensor_options, shard)
+            if layout.mesh is not self.mesh or layout.options != now:
                 raise ConfigError(
-                    f"This {type(module).__name__} is laid out for {layout.mesh.dims} by another strategy, "
-                    "and a module is laid out once. Build a new one for another Trainer, and load a "
-                    "checkpoint into it."
+                    f"This {type(module).__name__} is laid out for {layout.mesh.dims} with {layout.options}, "
+                    f"and this Trainer asks for {self.mesh.dims} with {now}: a module is laid out once. Build a "
+                    "new one for another layout or precision, and load a checkpoint into it."
                 )
             return layout
         plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
@@ -337,7 +339,7 @@ class TitanStrategy(ModelParallelStrategy):
             device=self.root_device,
             seed=self._seed,
             tensor=self._tensor_options,
-            shard=shard_options(self.precision_plugin, reshard_after_forward=self._reshard_after_forward),
+            shard=shard,
         )
         module.__dict__[_LAYOUT] = layout
         return layout
@@ -432,13 +434,11 @@ class TitanStrategy(ModelParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         try:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            with self._running.manual.update():
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             if optimizer in self._local_shards:
                 self._local_shards[optimizer].exit()
-        if not self._module.automatic_optimization:
-            self._running.manual.after_update()
-        return result
 
     def finish_gradients(self) -> None:
         """Called by the precision plugin when the closure of a step has run."""

@@ -108,7 +108,7 @@ def let_strategy_validate_settings() -> None:
         world_size = len(connector._parallel_devices) * connector._num_nodes_flag
         ask(world_size, connector._precision_flag if plugin is None else plugin.precision)
 
-    connector_class._validate_precision_choice = validate  # type: ignore[method-assign]
+    connector_class._validate_precision_choice = validate  # type: ignore[assignment]
 
 
 def _release(text: str) -> tuple[int, int]:

@@ -60,6 +60,8 @@ class RowwiseParallel:
 class SequenceParallel:
     """A module (a norm, a dropout) that works on its shard of the sequence; its weights are replicated.
 
+    Dropouts in it draw other masks on each rank.
+
     Paper: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
     """
 
@@ -254,11 +256,7 @@ def resolve_plan(
 
 def _plan_of_hook(module: nn.Module) -> ParallelPlan | None:
     hook = getattr(module, "configure_parallel_plan", None)
-    return (
-        None
-        if hook is None
-        else _checked(hook(), f"{type(module).__name__}.configure_parallel_plan")
-    )
+    return None if hook is None else _checked(hook(), f"{type(module).__name__}.configure_parallel_plan")
 
 
 def plan_of_models(module: nn.Module) -> ParallelPlan | None:

@@ -176,7 +176,7 @@ def _mixes(rank: int, world_size: int) -> dict[str, Any]:
             parameter.grad = grad.clone()
         else:
             parameter = nn.Parameter(distribute_tensor(value, *place, src_data_rank=None))
-            parameter.grad = distribute_tensor(grad, *place, src_data_rank=None)
+            parameter.grad = distribute_tensor(grad.clone(), *place, src_data_rank=None)
         parameters.append(parameter)
     parameters.append(nn.Parameter(torch.zeros(2)))  # without a gradient
     groups = group_by_copies(parameters, world_size)
@@ -270,9 +270,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_step(layout: s
             (math.nan, "inf", None),
             (-math.inf, "inf", 0.1),
         ]:
-            strategy = TitanStrategy(
-                **degrees, gradient_norm_type=norm_type, error_if_nonfinite=True
-            )
+            strategy = TitanStrategy(**degrees, gradient_norm_type=norm_type, error_if_nonfinite=True)
             trainer = build_trainer(world_size, strategy, gradient_clip_val=limit)
             module = Explodes(value)
             with pytest.raises(NonFiniteGradientError, match="error_if_nonfinite=True"):
@@ -409,7 +407,7 @@ def test_the_norm_is_told_apart_from_the_local_one() -> None:
 
     def run(rank: int, world_size: int) -> float:
         module = Mixed()
-        module.loss(samples()[rank :: world_size]).backward()
+        module.loss(samples()[rank::world_size]).backward()
         assert not dist.is_initialized()
         return float(nn.utils.clip_grad_norm_(module.parameters(), 1e9))
 

@@ -78,9 +78,7 @@ LAYOUTS = [
 
 
 def _small(num_layers: int, clip: float | None) -> Workload:
-    return Workload(
-        dim=32, num_layers=num_layers, seq_len=16, vocab_size=64, num_steps=7, clip=clip
-    )
+    return Workload(dim=32, num_layers=num_layers, seq_len=16, vocab_size=64, num_steps=7, clip=clip)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.distributed import case
 from tests.distributed.case import Case, build_model, build_trainer
@@ -19,6 +20,7 @@ from tests.distributed.tiny import (
     DP2_TP2,
     DP4,
     Indices,
+    Stream,
     Tiny,
     fit_by_hand,
     numbered,
@@ -166,7 +168,7 @@ def test_several_loaders() -> None:
             assert values[f"val_accuracy{suffix}"] == pytest.approx(right / length)
             assert values[f"val_right{suffix}"] == right
             if rank == 0:
-                assert sum(predictions[index], []) == list(range(length))
+                assert list(itertools.chain(*predictions[index])) == list(range(length))
 
 
 @pytest.mark.parametrize("options", [{"limit_val_batches": 2}, {"limit_val_batches": 0.5}])
@@ -178,17 +180,6 @@ def test_limits_are_those_of_each_rank(options: dict[str, Any]) -> None:
 
     # Two batches on each of two ranks: samples 0 to 7.
     assert run_ranks(run, 4, init_process_group=False) == [3.0] * 4
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def set_data_parallel(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.rank, self.length, self.size)
 
 
 @pytest.mark.parametrize("length", [10, 2])
@@ -237,9 +228,9 @@ def test_writers_get_each_sample_on_one_data_rank() -> None:
 
     found = run_ranks(run, 4, init_process_group=False)
     for kind in (0, 1):
-        first, first_peer, second, second_peer = (sum(item[kind], []) for item in found)
-        assert first == first_peer and second == second_peer
-        assert sorted(first + second) == list(range(10))
+        read = [list(itertools.chain(*item[kind])) for item in found]
+        assert read[0] == read[1] and read[2] == read[3]
+        assert sorted(read[0] + read[2]) == list(range(10))
     assert all(item[2] is None for item in found)
 
 

@@ -177,7 +177,7 @@ def test_optimizer_of_ones_own_sees_dtensors() -> None:
 
 def train_matrices(rank: int, world_size: int, degrees: dict[str, int] | None) -> dict[str, Tensor]:
     def build(parameters: Any) -> Any:
-        return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.1)
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2 and len(p) > 1], lr=0.1)
 
     return read(fit(world_size, Net(build), degrees))
 
@@ -188,7 +188,7 @@ def test_optimizer_that_is_not_elementwise() -> None:
         assert not is_elementwise(getattr(torch.optim, name)([parameter]))
     expected = reference(train_matrices, 0, 1, None)
     for rank in run_ranks(train_matrices, 2, FSDP2, init_process_group=False):
-        assert_close(rank, expected, tolerance=1e-2)  # Muon computes in bfloat16
+        assert_close(rank, expected, tolerance=5e-2)  # Muon computes in bfloat16
 
 
 # --------------------------------------------------------------------------------------

@@ -73,9 +73,7 @@ USES: dict[str, Use] = {
     "module": flat(lambda x, y: torch.nn.CrossEntropyLoss()(x, y)),
     "keywords": flat(lambda x, y: F.cross_entropy(input=x, target=y)),
     "ignored": lambda x, y: F.cross_entropy(x.flatten(0, 1), with_ignored(y).flatten()),
-    "ignored, sum": lambda x, y: F.cross_entropy(
-        x.flatten(0, 1), with_ignored(y).flatten(), reduction="sum"
-    ),
+    "ignored, sum": lambda x, y: F.cross_entropy(x.flatten(0, 1), with_ignored(y).flatten(), reduction="sum"),
     "ignored, none": lambda x, y: F.cross_entropy(
         x.flatten(0, 1), with_ignored(y).flatten(), reduction="none"
     ),
@@ -98,15 +96,15 @@ USES: dict[str, Use] = {
     "shifted": shifted,
     "slices": lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
     "mask of positions": lambda x, y: F.cross_entropy(x[y > 0], y[y > 0]),
-    "index tensor": lambda x, y: F.cross_entropy(x[:, torch.tensor([0, 2])].flatten(0, 1), y[:, :2].flatten()),
+    "index tensor": lambda x, y: F.cross_entropy(
+        x[:, torch.tensor([0, 2])].flatten(0, 1), y[:, :2].flatten()
+    ),
     "columns": lambda x, y: x[..., 1:].sum((0, 1)),
     "temperature": flat(lambda x, y: F.cross_entropy(x / 0.7, y)),
     "soft cap": flat(lambda x, y: F.cross_entropy(torch.tanh(x / 3) * 3, y)),
     "scale from the left": flat(lambda x, y: F.cross_entropy(2 * x, y)),
     "bias": flat(lambda x, y: F.cross_entropy(x + weights(x), y)),
-    "cat": lambda x, y: F.cross_entropy(
-        torch.cat([x, x * 2]).flatten(0, 1), torch.cat([y, y]).flatten()
-    ),
+    "cat": lambda x, y: F.cross_entropy(torch.cat([x, x * 2]).flatten(0, 1), torch.cat([y, y]).flatten()),
     "stack": lambda x, y: torch.stack([x, x], 0).mean((1, 2)),
     "where": lambda x, y: torch.where(y.unsqueeze(-1) > 1, x, 0.0).mean(-1),
     "named input": lambda x, y: F.cross_entropy(torch.flatten(input=x, end_dim=1), y.flatten()),
@@ -282,9 +280,7 @@ def _change_in_place(rank: int, world_size: int) -> list[str]:
     refused = []
     for batch in (1, 2):
         for name, collective in collectives.items():
-            x, plain = (
-                torch.ones(batch, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)
-            )
+            x, plain = (torch.ones(batch, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
             (collective(x * 2) * 3).sum().backward()
             out = collective(plain * 2)
             try:

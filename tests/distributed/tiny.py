@@ -1,14 +1,15 @@
-"""A module of one weight that records what it reads, and the run that the tests of data share."""
+"""A module of one weight that records what it reads, data of several kinds, and a run of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tests.distributed.case import build_trainer, whole
 from titanplug import ParallelPlan, ReplicateParallel, TitanStrategy
@@ -29,6 +30,54 @@ class Indices(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return int(index)
+
+
+class Groups(Sampler[list[int]]):
+    """A batch sampler of the user's own, with batches of several sizes, a new order each epoch."""
+
+    def __init__(self, *sizes: int, shuffle: bool = True) -> None:
+        self.groups = [g.tolist() for g in torch.arange(sum(sizes)).split(list(sizes))]
+        self.shuffle = shuffle
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups = list(self.groups)
+        if self.shuffle:
+            random.shuffle(groups)
+        yield from groups
+
+
+class Blocks(Dataset[Tensor]):
+    """Each item is a whole batch; to be read with ``batch_size=None``."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.blocks = torch.arange(sum(sizes)).split(list(sizes))
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.blocks[index]
+
+
+class Stream(IterableDataset[int]):
+    """Samples 0, 1, .. of which this rank yields its share, once it knows it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.coordinate = (0, 1)
+
+    def set_data_parallel(self, rank: int, size: int) -> None:
+        self.coordinate = (rank, size)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.coordinate[0], self.length, self.coordinate[1])
 
 
 def targets_of(x: Tensor) -> Tensor:

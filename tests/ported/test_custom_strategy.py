@@ -32,8 +32,8 @@ class Watched(TitanStrategy):
         self.asked.append("model")
 
 
-# test_strategy_lightning_restore_optimizer_and_schedulers: the strategy restores optimizers, Lightning doesn't
-# ask it to again; schedulers stay with Lightning
+# test_strategy_lightning_restore_optimizer_and_schedulers: the strategy restores optimizers, Lightning does
+# not ask it to again; schedulers stay with Lightning
 def test_restores_optimizers_itself(tmp_path: Path) -> None:
     def run() -> None:
         first = trainer(max_steps=2)

@@ -30,18 +30,25 @@ def validation_loss(folder: Path, *arguments: str) -> float:
     return float(found[1])
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copied = tmp_path_factory.mktemp("mine")
     for path in RECIPE.iterdir():
         if path.suffix in (".py", ".md"):
-            shutil.copy(path, tmp_path)
-    return tmp_path
+            shutil.copy(path, copied)
+    return copied
 
 
-def test_two_shards_and_two_halves_equal_one_process(folder: Path) -> None:
-    alone = validation_loss(folder)
-    assert validation_loss(folder, "--devices", "2", "--tp", "2") == pytest.approx(alone, abs=2e-5)
-    assert validation_loss(folder, "--devices", "2") == pytest.approx(alone, abs=2e-5)
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> float:
+    """The loss on one process."""
+    return validation_loss(folder)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", [("--tp", "2"), ("--tp", "1")], ids=["halves", "shards"])
+def test_two_processes_equal_one(folder: Path, alone: float, layout: tuple[str, str]) -> None:
+    assert validation_loss(folder, "--devices", "2", *layout) == pytest.approx(alone, abs=2e-5)
 
 
 def test_the_commands_of_the_readme_are_those_of_the_script() -> None:

@@ -159,9 +159,7 @@ def test_heads_of_the_model_are_checked_before_the_process_group(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    config = TransformerConfig(
-        vocab_size=8, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=16
-    )
+    config = TransformerConfig(vocab_size=8, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=16)
     trainer = L.Trainer(devices=4, strategy=TitanStrategy(dp_shard=1, tp=4, timeout_s=5), **QUIET)
     with pytest.raises(ConfigError, match="tp=4 with 4 heads and 2 key-value heads"):
         trainer.fit(Lit(Transformer(config)), [torch.zeros(1, 4, dtype=torch.int64)])

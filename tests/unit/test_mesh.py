@@ -29,9 +29,7 @@ def test_axes_run_from_the_outermost_to_the_innermost() -> None:
         ({"dp_shard": 2, "tp": 2}, 4, {"dp_shard": 2, "tp": 2}),
     ],
 )
-def test_minus_one_is_the_rest(
-    degrees: dict[str, Any], world_size: int, expected: dict[str, int]
-) -> None:
+def test_minus_one_is_the_rest(degrees: dict[str, Any], world_size: int, expected: dict[str, int]) -> None:
     resolved = ParallelDims(**degrees).resolve(world_size)
     assert resolved.degrees == {**dict.fromkeys(AXES, 1), **expected}
     assert resolved.world_size == world_size
@@ -46,9 +44,7 @@ def test_minus_one_is_the_rest(
         ({"dp_shard": -1, "tp": 8}, 4, "must divide"),  # the rest would be no process at all
     ],
 )
-def test_product_must_fit_the_processes(
-    degrees: dict[str, Any], world_size: int, rule: str
-) -> None:
+def test_product_must_fit_the_processes(degrees: dict[str, Any], world_size: int, rule: str) -> None:
     with pytest.raises(ConfigError) as error:
         ParallelDims(**degrees).resolve(world_size)
     message = str(error.value)
@@ -97,10 +93,7 @@ def _positions(rank: int, world_size: int, dims: ParallelDims) -> dict[str, Any]
     hsdp = mesh.hsdp
     return {
         **{name: mesh.rank(name) for name in ("dp_replicate", "dp_shard", "tp")},
-        **{
-            view: dist.get_process_group_ranks(mesh.group(view))
-            for view in ("batch", "loss", "fsdp")
-        },
+        **{view: dist.get_process_group_ranks(mesh.group(view)) for view in ("batch", "loss", "fsdp")},
         "hsdp": (hsdp.mesh_dim_names, hsdp.mesh.tolist()),
     }
 

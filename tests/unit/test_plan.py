@@ -195,9 +195,7 @@ def test_a_hook_that_returns_none_or_something_else_is_an_error() -> None:
         resolve_plan(Forgot(model=Model()))
 
 
-@pytest.mark.parametrize(
-    "module", [Holder(model=Model()), Holder(model=Model(), other=nn.Linear(2, 2))]
-)
+@pytest.mark.parametrize("module", [Holder(model=Model()), Holder(model=Model(), other=nn.Linear(2, 2))])
 def test_a_missing_plan_shows_how_to_write_one(module: nn.Module) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_plan(module, needs_tensor=True)
@@ -256,7 +254,11 @@ def problems_of(model: nn.Module, tensor: dict[str, Any], tp: int = 2) -> tuple[
     return error.value.problems
 
 
-COVERED = {"embedding": ReplicateParallel(), "blocks.*": ReplicateParallel(), "head": ColwiseParallel(output="logits")}
+COVERED = {
+    "embedding": ReplicateParallel(),
+    "blocks.*": ReplicateParallel(),
+    "head": ColwiseParallel(output="logits"),
+}
 
 
 def test_a_complete_plan_passes() -> None:

@@ -48,9 +48,7 @@ def test_axes_that_are_not_there_yet_are_refused(axis: str, name: str, degree: i
     ("heads", "tp", "allowed"),
     [((4, 2), 4, "1, 2."), ((12, 8), 8, "1, 2, 4."), ((9, 3), 2, "1, 3."), ((7, 7), 2, "1, 7.")],
 )
-def test_tensor_parallel_must_divide_the_heads(
-    heads: tuple[int, int], tp: int, allowed: str
-) -> None:
+def test_tensor_parallel_must_divide_the_heads(heads: tuple[int, int], tp: int, allowed: str) -> None:
     (problem,) = problems_of(RunFacts(heads=heads), tp=tp)
     assert problem.startswith(f"tp={tp} with {heads[0]} heads and {heads[1]} key-value heads")
     assert problem.endswith(f"Allowed values of tp: {allowed}")

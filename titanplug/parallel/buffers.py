@@ -1,4 +1,4 @@
-"""Buffers that each data-parallel rank updates by the samples it sees, such as BatchNorm's running statistics.
+"""Buffers that data-parallel ranks update by the samples they see, such as BatchNorm's statistics.
 
 The rule is that of DDP: those of the first data-parallel rank count. They are not averaged, and in training
 each rank goes on with its own; before an evaluation and before a checkpoint all ranks get the first one's.

@@ -66,6 +66,23 @@ def apply_fsdp(root: nn.Module, plan: ParallelPlan, mesh: Mesh, options: ShardOp
     return units
 
 
+def finish_fsdp(units: list[FSDPModule]) -> None:
+    """Fix the types of all units, when parameters have their values; before the first forward.
+
+    torch looks at the parameters that train at that forward, and leaves a unit whose parameters are all
+    frozen without types: unfrozen later, its gradients would not fit under mixed precision.
+    """
+    if not units:
+        return
+    root: Any = units[-1]._get_fsdp_state()
+    root._lazy_init()
+    for unit in units:
+        for group in _param_groups(unit):
+            if group._orig_dtype is None:
+                first = group.fsdp_params[0]
+                group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
+
 def set_gradient_sync(units: list[FSDPModule], enabled: bool) -> None:
     """Reduce gradients in backward, or only add them up locally (accumulation)."""
     for unit in units:

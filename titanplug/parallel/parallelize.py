@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh
-from titanplug.parallel.fsdp import ShardOptions, apply_fsdp
+from titanplug.parallel.fsdp import ShardOptions, apply_fsdp, finish_fsdp
 from titanplug.parallel.initialise import broadcast_values, materialize
 from titanplug.parallel.styles import TensorOptions
 from titanplug.parallel.tensor import TensorParallelized, apply_tensor_parallel
@@ -85,6 +85,7 @@ def parallelize(
     if mesh["fsdp"].size() * mesh.dims.dp_replicate > 1:
         result.fsdp_units = apply_fsdp(root, plan, mesh, shard)
     materialize(root, device, seed)
+    finish_fsdp(result.fsdp_units)
     return result
 
 

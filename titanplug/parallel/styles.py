@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from titanplug.parallel.collectives import (
     AxisGroup,
@@ -23,7 +24,14 @@ from titanplug.parallel.collectives import (
 )
 from titanplug.parallel.local_parameter import local_parameter
 from titanplug.parallel.logits import ShardedLogits
-from titanplug.plan import ColwiseParallel, PrepareModuleInput, RowwiseParallel, Style
+from titanplug.parallel.random_draws import DrawOnShard
+from titanplug.plan import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+)
 
 SEQUENCE_DIM = 1
 
@@ -183,8 +191,11 @@ def install_style(
         assert isinstance(module, nn.Linear)
         forward = _RowwiseForward(module, _LocalForward(module), shards, group)
     else:
+        on_shards = sequence and isinstance(style, SequenceParallel)
         for owner in module.modules():
             if next(owner.parameters(recurse=False), None) is not None:
-                owner.forward = _LocalForward(owner)  # type: ignore[method-assign]
+                owner.forward = _LocalForward(owner)
+            elif on_shards and isinstance(owner, _DropoutNd):
+                owner.forward = DrawOnShard(owner, group)
         return
     module.forward = forward  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,9 +32,7 @@ class EpochOrder(Sampler[Any]):
         workers: the generator that gives data workers their seeds, and the seed of its own.
     """
 
-    def __init__(
-        self, source: Any, seed: int, workers: tuple[torch.Generator, int] | None = None
-    ) -> None:
+    def __init__(self, source: Any, seed: int, workers: tuple[torch.Generator, int] | None = None) -> None:
         self.seed = seed
         self.epoch = 0
         self._workers = workers
@@ -70,8 +68,64 @@ class EpochOrder(Sampler[Any]):
         return len(self.source)
 
 
-def seed_global_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators; those of other devices are left alone."""
+class FetchSeeds:
+    """Lets the samples of a batch be made with random numbers that depend on a seed only, in this process.
+
+    Stands in for a loader's ``collate_fn``: between :meth:`begin` and the call the samples are made.
+
+    Args:
+        collate: the loader's own function.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._generators = _Generators()
+        self._begun = False
+
+    def begin(self, seed: int) -> None:
+        """The samples of a batch are about to be made."""
+        if not self._begun:
+            self._generators.swap()
+        self._begun = True
+        _seed(seed)
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch of ``samples``, which are made."""
+        batch = self._collate(samples)
+        if self._begun:
+            self._generators.swap()
+        self._begun = False
+        return batch
+
+
+class _Generators:
+    """States of Python's, NumPy's and torch's global generators, to be exchanged with those in use."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.MT19937()
+        self._torch = torch.default_generator.get_state()
+
+    def swap(self) -> None:
+        """Put these in use and keep those that were."""
+        numpy: Any = np.random  # copying a state of NumPy's would take ten times as long as this exchange
+        outside = random.getstate(), numpy.get_bit_generator(), torch.default_generator.get_state()
+        random.setstate(self._python)
+        numpy.set_bit_generator(self._numpy)
+        torch.default_generator.set_state(self._torch)
+        self._python, self._numpy, self._torch = outside
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """These are in use inside, and follow what is drawn there."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+
+def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**63)
@@ -79,37 +133,13 @@ def seed_global_generators(seed: int) -> None:
 
 def _drawn_apart(source: Iterable[Any], seed: int) -> Iterator[Any]:
     """The items of ``source``, drawn while the global generators hold states of their own."""
-    outside = _states()
-    seed_global_generators(seed)
-    inside = _states()
-    _restore(outside)
-    with _exchanged(inside):
+    generators = _Generators()
+    with generators.in_use():
+        _seed(seed)
         items = iter(source)
     while True:
-        with _exchanged(inside):
+        with generators.in_use():
             chunk = list(itertools.islice(items, _CHUNK))
         yield from chunk
         if len(chunk) < _CHUNK:
             return
-
-
-@contextmanager
-def _exchanged(inside: list[Any]) -> Iterator[None]:
-    """Let the global generators be in the states ``inside``, which follow what is drawn."""
-    outside = _states()
-    _restore(inside)
-    try:
-        yield
-    finally:
-        inside[:] = _states()
-        _restore(outside)
-
-
-def _states() -> list[Any]:
-    return [random.getstate(), np.random.get_state(), torch.default_generator.get_state()]
-
-
-def _restore(states: list[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
 from titanplug.parallel.initialise import named_seed
-from titanplug.strategy.epoch_order import EpochOrder, seed_global_generators
+from titanplug.strategy.epoch_order import EpochOrder, FetchSeeds
 from titanplug.strategy.read_ahead import has_state
 
 
@@ -60,7 +60,7 @@ class ShardedBatches:
         rank: position in the ``batch`` view.
         size: number of ranks in the view.
         items: each of ``batches`` is one item of the data set, which is a batch of any number of rows.
-        seeds_fetch: samples are made in this process, right after their indices are yielded: let their
+        fetch_seeds: where samples are made in this process, right after their indices are yielded: their
             random numbers depend on seed, epoch, batch and ``rank`` only.
     """
 
@@ -74,7 +74,7 @@ class ShardedBatches:
         rank: int = 0,
         size: int = 1,
         items: bool = False,
-        seeds_fetch: bool = False,
+        fetch_seeds: FetchSeeds | None = None,
     ) -> None:
         self.sampler = order
         self.batches = batches
@@ -83,7 +83,7 @@ class ShardedBatches:
         self.rank = rank
         self.size = size
         self.items = items
-        self.seeds_fetch = seeds_fetch
+        self._fetch_seeds = fetch_seeds
         self.skip = 0
         """Batches to leave out at the next start, those a resumed epoch has had."""
         self._shares: list[Share | None] = []
@@ -123,9 +123,9 @@ class ShardedBatches:
             if _is_empty(mine):
                 stand_in = next(part for part in parts if not _is_empty(part))
                 mine = stand_in if self.items else list(stand_in)[:1]
-            if self.seeds_fetch:
+            if self._fetch_seeds is not None:
                 order = self.sampler
-                seed_global_generators(named_seed(order.seed, f"{order.epoch}/{index}/{self.rank}"))
+                self._fetch_seeds.begin(named_seed(order.seed, f"{order.epoch}/{index}/{self.rank}"))
             yield mine
 
     def _share(self, parts: list[Any]) -> Share | None:
@@ -232,11 +232,9 @@ def shard_map_loader(
     # Seeds of data workers: different over ranks, and others in each epoch.
     workers = torch.Generator()
     loader = copied_loader(loader, workers)
-    settings: dict[str, Any] = {
-        "rank": rank,
-        "size": size,
-        "seeds_fetch": loader.num_workers == 0,
-    }
+    settings: dict[str, Any] = {"rank": rank, "size": size}
+    if loader.num_workers == 0:
+        loader.collate_fn = settings["fetch_seeds"] = FetchSeeds(loader.collate_fn)
 
     def build_order(source: Any) -> EpochOrder:
         order = EpochOrder(source, seed, (workers, named_seed(seed, f"workers of {rank}")))
@@ -252,7 +250,7 @@ def shard_map_loader(
         return loader
     if type(inner) is BatchSampler:
         order = build_order(inner.sampler)
-        size_and_end = {"batch_size": inner.batch_size, "drop_last": inner.drop_last}
+        size_and_end: dict[str, Any] = {"batch_size": inner.batch_size, "drop_last": inner.drop_last}
         if training:
             sharded = ShardedBatches(order, **size_and_end, **settings)
         else:

@@ -53,9 +53,7 @@ class LogEntry:
         on_step = self.options.get("on_step")
         return training if on_step is None else bool(on_step)
 
-    def weigh(
-        self, samples: int, device: torch.device, loss: Any = None, count: int | Tensor = 0
-    ) -> None:
+    def weigh(self, samples: int, device: torch.device, loss: Any = None, count: int | Tensor = 0) -> None:
         """Find the weight; a value that doesn't count becomes neutral.
 
         Args:
@@ -141,9 +139,7 @@ def require_same_keys(
         raise _different_keys(keys, group, size)
 
 
-def _different_keys(
-    keys: list[str], group: dist.ProcessGroup | None, size: int
-) -> TitanplugError:
+def _different_keys(keys: list[str], group: dist.ProcessGroup | None, size: int) -> TitanplugError:
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, keys, group=group)
     ranks = range(size) if group is None else dist.get_process_group_ranks(group)

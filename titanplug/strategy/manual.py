@@ -30,7 +30,8 @@ class ManualStep:
 
     def __init__(self, module: LightningModule, units: list[FSDPModule]) -> None:
         self._module, self._units = module, units
-        self._running = False
+        self.is_running = False
+        """Whether such a step runs, with units."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -38,33 +39,28 @@ class ManualStep:
         if not self._units:
             yield
             return
-        self._running = True
+        self.is_running = True
         for name in _TOGGLES:
             self._module.__dict__[name] = self._followed(getattr(self._module, name))
         try:
             with gathered_when_called(self._units):
                 yield
         finally:
-            self._running = False
+            self.is_running = False
             for name in _TOGGLES:
                 del self._module.__dict__[name]
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward is about to start at ``loss``; it frees what is gathered."""
-        if self._running:
+        if self.is_running:
             register_backward(self._units, loss)
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Around an optimizer's step, which changes the shards: what is gathered would be old after it.
+    def around_update(self) -> None:
+        """An optimizer is about to step, or has stepped: what is gathered would be old after it.
 
-        Hooks that look at gradients before the step find them on the shards.
+        Hooks that look at gradients before the step find them on the shards; a closure may gather again.
         """
-        if self._running:
-            free_gathered(self._units)
-        yield
-        if self._running:  # a closure may have gathered
-            free_gathered(self._units)
+        free_gathered(self._units)
 
     def _followed(self, toggle: Any) -> Any:
         def run(optimizer: Any) -> None:

@@ -85,7 +85,12 @@ def _sync_lists(metric: Metric, dist_sync_fn: Any, process_group: Any = None) ->
         entries = getattr(metric, name)
         if metric._reductions[name] is None and isinstance(entries, list):
             # Entry by entry, each of all ranks in turn: what was filled in goes again.
-            kept = [entries[i * len(found) + r] for i in range(max(found)) for r in range(len(found)) if i < found[r]]
+            kept = [
+                entries[i * len(found) + r]
+                for i in range(max(found))
+                for r in range(len(found))
+                if i < found[r]
+            ]
             setattr(metric, name, kept)
 
 

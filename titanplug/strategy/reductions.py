@@ -45,3 +45,45 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: An
     whole = whole.contiguous()
     dist.all_reduce(whole, op=_OPS[name], group=group)
     return whole / dist.get_world_size(group) if mean else whole
+
+
+def gather_tensor(tensor: Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> Tensor:
+    """Gather tensors of one shape from all ranks of a group.
+
+    Args:
+        tensor: any shape, equal on all ranks.
+        group: the group; None: all processes.
+        sync_grads: let gradients flow back, those of all ranks added up. (torch's own function does that
+            by calls that gloo has for the group of all processes only.)
+
+    Returns:
+        One more dimension in front, over the ranks.
+    """
+    if not dist.is_initialized():
+        return tensor
+    if sync_grads:
+        gathered: Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+        return gathered
+    return _gather(tensor.detach(), group)
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers forward; backward adds up what all ranks hand back and keeps this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return torch.stack(parts)

@@ -22,6 +22,12 @@ from titanplug.strategy.loss_weights import num_rows
 from titanplug.strategy.manual import ManualStep
 from titanplug.strategy.metrics import metrics_untouched
 
+_PAST_A_UNIT = (
+    "{step} used a weight that is a shard. The whole weights of an FSDP unit (here: {units}) are there while "
+    "the unit itself is called, so its layers can't be called past it. Call the unit, or return a "
+    "ParallelPlan without fsdp_units from `configure_parallel_plan`: then all weights are whole in a step."
+)
+
 
 class Steps:
     """Runs the steps of one LightningModule.
@@ -46,7 +52,7 @@ class Steps:
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._units = layout.fsdp_units
+        self._units, self._plan = layout.fsdp_units, layout.plan
         self.manual = ManualStep(module, layout.fsdp_units)
         self._gathers_logits = layout.tensor.group is not None
         self._mesh: Mesh = layout.mesh
@@ -90,8 +96,12 @@ class Steps:
         self.logs.start(share.local)
         self._window.start(share)
         automatic = self._module.automatic_optimization
-        with context, self._unless_counted(share), nullcontext() if automatic else self.manual.running():
-            output = self._call("training_step", args, kwargs)
+        with context, self._unless_counted(share):
+            if automatic:
+                output = self._call("training_step", args, kwargs)
+            else:
+                with self.manual.running():
+                    output = self._call("training_step", args, kwargs)
         if output is None or not automatic:
             free_gathered(self._units)  # no backward follows that would
             self.logs.finish()
@@ -143,6 +153,10 @@ class Steps:
         _set_forward(module, run)
         try:
             return module(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(_PAST_A_UNIT.format(step=name, units=", ".join(self._plan.fsdp_units)))
+            raise
         finally:
             _set_forward(module, own)
 

@@ -7,20 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,23 +23,23 @@ from titanplug.compat import let_strategy_validate_settings
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh, ParallelDims, shared_mesh
 from titanplug.parallel.buffers import broadcast_buffers
-from titanplug.parallel.fsdp import free_gathered, set_gradient_sync
-from titanplug.parallel.local_optimizer import LocalShards, is_elementwise
+from titanplug.parallel.fsdp import free_gathered
+from titanplug.parallel.local_optimizer import LocalShards
 from titanplug.parallel.parallelize import Parallelized, parallelize, switches
 from titanplug.parallel.styles import TensorOptions
 from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
-from titanplug.strategy import checkpoint as checkpoints
 from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.launcher import ScriptLauncher
 from titanplug.strategy.metrics import move_to_device, prepare_metrics
-from titanplug.strategy.peer_checks import check_batch, check_gradients
+from titanplug.strategy.optimization import Optimization
+from titanplug.strategy.over_ranks import OverRanks
+from titanplug.strategy.peer_checks import check_batch
 from titanplug.strategy.precision import build_precision, shard_options
 from titanplug.strategy.profiler import replace_idle_profiler
-from titanplug.strategy.reductions import reduce_tensor
 from titanplug.strategy.refusals import validate_callbacks
-from titanplug.strategy.resume import STATE_KEY, reopen_epoch
+from titanplug.strategy.saving import Saving
 from titanplug.strategy.signals import GracefulStop
 from titanplug.strategy.steps import Steps
 from titanplug.validation import RunFacts, validate_run
@@ -54,7 +49,7 @@ _LAYOUT = "_titanplug_layout"
 let_strategy_validate_settings()
 
 
-class TitanStrategy(ModelParallelStrategy):
+class TitanStrategy(Optimization, Saving, OverRanks):
     """Trains and evaluates an ordinary LightningModule on a mesh of data, tensor and further axes.
 
     Example::
@@ -128,63 +123,6 @@ class TitanStrategy(ModelParallelStrategy):
         self._local_shards: dict[Optimizer, LocalShards] = {}
         self._after_exception = AfterException()
         self._runs = 0
-
-    # ---------------------------------------------------------------- what others may ask
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh; there once the processes are connected."""
-        if self._mesh is None:
-            raise RuntimeError("The mesh is made when a Trainer call starts; it isn't there before that.")
-        return self._mesh
-
-    @property
-    def dp_rank(self) -> int:
-        """Position among the ranks that read different samples."""
-        return self.mesh.rank("batch")
-
-    @property
-    def dp_size(self) -> int:
-        """Number of ranks that read different samples."""
-        return self.mesh["batch"].size()
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan that was followed."""
-        return self._laid_out.plan
-
-    def compute_gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """One norm of all gradients of ``optimizer`` over all ranks, before clipping.
-
-        A collective: call it on all ranks, between backward and the optimizer's step, for example in
-        ``on_before_optimizer_step``. Computed once a step; clipping uses the same number.
-
-        Returns:
-            0-dim float64 tensor, equal on all ranks.
-        """
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        self._gradients.finish(self.optimizers)
-        return self._gradients.norm(optimizer)
-
-    @property
-    def _laid_out(self) -> Parallelized:
-        assert self._layout is not None
-        return self._layout
-
-    @property
-    def _gradients(self) -> GradientWindow:
-        assert self._window is not None
-        return self._window
-
-    @property
-    def _running(self) -> Steps:
-        assert self._steps is not None
-        return self._steps
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     # ---------------------------------------------------------------- before any process starts
 
@@ -323,8 +261,8 @@ class TitanStrategy(ModelParallelStrategy):
             if layout.mesh is not self.mesh or layout.options != now:
                 raise ConfigError(
                     f"This {type(module).__name__} is laid out for {layout.mesh.dims} with {layout.options}, "
-                    f"and this Trainer asks for {self.mesh.dims} with {now}: a module is laid out once. Build a "
-                    "new one for another layout or precision, and load a checkpoint into it."
+                    f"and this Trainer asks for {self.mesh.dims} with {now}: a module is laid out once. "
+                    "Build a new one for another layout or precision, and load a checkpoint into that."
                 )
             return layout
         plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
@@ -406,171 +344,6 @@ class TitanStrategy(ModelParallelStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._running.predict(self.precision_plugin.predict_step_context(), args, kwargs)
-
-    # ---------------------------------------------------------------- optimization
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        module, plugin = self._module, self.precision_plugin
-        trainer = module.trainer
-        automatic = module.automatic_optimization
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        if automatic:
-            weighted = self._gradients.scale(closure_loss, trainer.accumulate_grad_batches)
-        else:
-            weighted = self._gradients.scale_alone(closure_loss)
-            self._running.manual.before_backward(weighted)
-        plugin.backward(weighted, module, optimizer, *args, **kwargs)
-        # A manual step may call backward again: its gradients are final when they are used.
-        if automatic and not trainer.fit_loop._should_accumulate():
-            self._gradients.finish(self.optimizers)
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        try:
-            with self._running.manual.update():
-                return super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            if optimizer in self._local_shards:
-                self._local_shards[optimizer].exit()
-
-    def finish_gradients(self) -> None:
-        """Called by the precision plugin when the closure of a step has run."""
-        self._gradients.finish(self.optimizers)
-
-    def before_update(self, optimizer: Optimizer) -> None:
-        """Called by the precision plugin when gradients are final, right before the update.
-
-        Raises:
-            NonFiniteGradientError: the norm is not finite and ``error_if_nonfinite`` is set.
-        """
-        self._gradients.check(optimizer)
-        if self._check_peers:
-            check_gradients(self._module, self.mesh, self.root_device)
-        shards = self._local_shards.get(optimizer)
-        if shards is None and is_elementwise(optimizer):
-            shards = self._local_shards[optimizer] = LocalShards(optimizer)
-        if shards is not None:
-            shards.enter()
-
-    @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        self._local_shards = {}
-        super().setup_optimizers(trainer)
-
-    def clip_gradients(self, optimizer: Optimizer, limit: float, *, by_value: bool = False) -> None:
-        """Clip all gradients of ``optimizer`` by their one global norm, or each element by value.
-
-        Args:
-            optimizer: whose gradients.
-            limit: largest norm, or largest absolute value; 0 clips nothing.
-            by_value: clip elements.
-        """
-        self._gradients.finish(self.optimizers)
-        self._gradients.clip(getattr(optimizer, "_optimizer", optimizer), limit, by_value=by_value)
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        units = self._laid_out.fsdp_units
-        set_gradient_sync(units, False)
-        try:
-            yield
-        finally:
-            set_gradient_sync(units, True)
-
-    # ---------------------------------------------------------------- over ranks
-
-    @override
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        replayed = self._steps.logs.replaying if self._steps is not None else None
-        if replayed is not None:
-            return tensor if replayed.reduced is None else replayed.reduced
-        return reduce_tensor(tensor, self._data_group(group), reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, self._data_group(group), sync_grads)
-
-    def _data_group(self, group: Any) -> Any:
-        """Lightning means all ranks by its default; here those that hold different data."""
-        everyone = group is None or group is dist.group.WORLD
-        return self.mesh.group("loss") if everyone and self._mesh is not None else group
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not self._after_exception.is_alone:
-            super().barrier(name)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._after_exception.is_alone else super().broadcast(obj, src)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._after_exception.is_alone:
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
-
-    # ---------------------------------------------------------------- checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return checkpoints.model_state(self._module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return checkpoints.optimizer_state(self._module, inner)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError(
-                "save_checkpoint(storage_options=...): TitanStrategy writes its checkpoints itself and "
-                "takes no storage options. Leave it out."
-            )
-        if not self._after_exception.may_save(self._module.trainer):
-            return
-        assert self._data is not None
-        path = Path(self.broadcast(str(filepath)))
-        broadcast_buffers(self._module, self.mesh.group("batch"))  # the checkpoint refers to them
-        checkpoint[STATE_KEY] = self._data.state()
-        checkpoints.save(checkpoint, path, (self.dp_rank, self.dp_size))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
-        module, launcher = self._module, self._launcher
-        free_gathered(self._laid_out.fsdp_units)
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        if weights_only is None and isinstance(launcher, ScriptLauncher):
-            weights_only = launcher.weights_only
-        rest = checkpoints.load(
-            path,
-            module,
-            self.optimizers if fitting else [],
-            (self.dp_rank, self.dp_size),
-            strict=module.strict_loading,
-            weights_only=weights_only,
-        )
-        state = rest.pop(STATE_KEY, {})
-        if fitting:
-            assert self._data is not None
-            reopen_epoch(rest)
-            self._data.load_state(state, checkpoints.loader_states(rest))
-            self._running.set_seed(self._data.seed)
-        return rest
 
     # ---------------------------------------------------------------- end
 

@@ -111,6 +111,33 @@ def let_strategy_validate_settings() -> None:
     connector_class._validate_precision_choice = validate  # type: ignore[assignment]
 
 
+def tell_namespaces_apart() -> None:
+    """Name the cause where a module of ``pytorch_lightning`` is given to a Trainer of ``lightning``.
+
+    Lightning 2.6 means to, but looks at the class alone, not at those it inherits from. Done once for the
+    process.
+    """
+    from lightning.pytorch.utilities import compile as checks
+
+    original = checks._check_mixed_imports
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def check(instance: object) -> None:
+        packages = {cls.__module__.partition(".")[0] for cls in type(instance).__mro__}
+        if "pytorch_lightning" not in packages:
+            original(instance)
+            return
+        raise TypeError(
+            f"{type(instance).__qualname__} is a LightningModule of `pytorch_lightning`, the Trainer is of "
+            "`lightning`: these are two packages with classes of their own. Import both from `lightning`, "
+            "for which TitanStrategy is."
+        )
+
+    checks._check_mixed_imports = check
+
+
 def _release(text: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:

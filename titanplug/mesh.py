@@ -51,9 +51,7 @@ class ParallelDims:
             f"{axis}={degree!r}: a degree is an integer of at least 1, or -1 for the rest of the "
             f"processes. Set {axis} to one of these."
             for axis, degree in self.degrees.items()
-            if not isinstance(degree, int)
-            or isinstance(degree, bool)
-            or (degree < 1 and degree != -1)
+            if not isinstance(degree, int) or isinstance(degree, bool) or (degree < 1 and degree != -1)
         ]
         rest = [axis for axis, degree in self.degrees.items() if degree == -1]
         if len(rest) > 1:
@@ -98,9 +96,7 @@ class ParallelDims:
         return math.prod(self.degrees[axis] for axis in VIEWS[view])
 
     def __str__(self) -> str:
-        return (
-            " x ".join(f"{axis}={n}" for axis, n in self.degrees.items() if n != 1) or "1 process"
-        )
+        return " x ".join(f"{axis}={n}" for axis, n in self.degrees.items() if n != 1) or "1 process"
 
 
 class Mesh:

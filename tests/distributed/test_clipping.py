@@ -137,7 +137,7 @@ def _clipped(rank: int, world_size: int, degrees: Any, norm_type: Any, limit: fl
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_norm_equals_one_process(layout: str) -> None:
     world_size, degrees = LAYOUTS[layout]
-    kinds = [("inf", 0.05), (math.inf, 0.05), (2.0, 0.1), (1.0, 0.5), (3, 0.1), (2.0, 1e9)]
+    kinds: list[Any] = [("inf", 0.05), (math.inf, 0.05), (2.0, 0.1), (1.0, 0.5), (3, 0.1), (2.0, 1e9)]
 
     def run(rank: int, world_size: int) -> Any:
         return [_clipped(rank, world_size, degrees, *kind) for kind in kinds]
@@ -194,12 +194,12 @@ def _mixes(rank: int, world_size: int) -> dict[str, Any]:
     clip_by_value(parameters, 0.1)
     found["by value"] = _error(parameters, [grad.clamp(-0.1, 0.1) for grad in scaled])
     for norm_type in (2.0, math.inf):
-        for value in (math.nan, math.inf):
+        for bad in (math.nan, math.inf):
             if rank == 1:
                 assert parameters[1].grad is not None
-                parameters[1].grad._local_tensor[0, 0] = value  # type: ignore[attr-defined]
+                parameters[1].grad._local_tensor[0, 0] = bad  # type: ignore[attr-defined]
             norm = global_gradient_norm(groups, norm_type, torch.device("cpu"))
-            found[f"{value} in norm {norm_type}"] = math.isfinite(float(norm))
+            found[f"{bad} in norm {norm_type}"] = math.isfinite(float(norm))
     return found
 
 
@@ -264,12 +264,13 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_step(layout: s
 
     def run(rank: int, world_size: int) -> list[Any]:
         found = []
-        for value, norm_type, limit in [
+        cases: list[Any] = [
             (math.inf, 2.0, None),
             (math.nan, 2.0, 0.1),
             (math.nan, "inf", None),
             (-math.inf, "inf", 0.1),
-        ]:
+        ]
+        for value, norm_type, limit in cases:
             strategy = TitanStrategy(**degrees, gradient_norm_type=norm_type, error_if_nonfinite=True)
             trainer = build_trainer(world_size, strategy, gradient_clip_val=limit)
             module = Explodes(value)
@@ -301,7 +302,7 @@ class Manual(Mixed):
         return [torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.2)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc,attr-defined]
+        first, second = self.optimizers()  # type: ignore[attr-defined]
         steps(
             self,
             batch[0],
@@ -368,7 +369,7 @@ class Accumulates(Manual):
     """Steps after every second batch, as the user counts them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, _ = self.optimizers()  # type: ignore[misc,attr-defined]
+        optimizer, _ = self.optimizers()  # type: ignore[attr-defined]
         self.manual_backward(self.loss(batch[0]) / 2)
         if batch_idx % 2:
             optimizer.step()

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.loops import Workload, run_loop, run_titan

@@ -187,8 +187,8 @@ def test_streams_of_unequal_length(length: int) -> None:
     def run(rank: int, world_size: int) -> Any:
         trainer, module = _start(world_size, DP4), Classifies()
         (logged,) = trainer.test(module, DataLoader(Stream(length), batch_size=2), verbose=False)
-        predictions = trainer.predict(module, DataLoader(Stream(length), batch_size=2))
-        return logged, sorted(i for row in predictions or [] for i in row["index"].tolist())
+        predictions: Any = trainer.predict(module, DataLoader(Stream(length), batch_size=2))
+        return logged, sorted(i for row in predictions for i in row["index"].tolist())
 
     right = len(range(0, length, 3))
     for rank, (logged, predictions) in enumerate(run_ranks(run, 4, init_process_group=False)):
@@ -312,10 +312,8 @@ def test_training_with_and_without_evaluation_is_bitwise_equal(layout: str) -> N
     def train(world_size: int, evaluate: bool, **options: Any) -> tuple[float, bool]:
         trainer = _start(world_size, degrees, max_epochs=2, accumulate_grad_batches=2, **options)
         module = Noisy()
-        loaders = [numbered(12, batch_size=1, shuffle=True)()]
-        if evaluate:
-            loaders.append(numbered(5, batch_size=2)())
-        trainer.fit(module, *loaders)
+        training, validation = numbered(12, batch_size=1, shuffle=True), numbered(5, batch_size=2)
+        trainer.fit(module, training(), validation() if evaluate else None)
         return weight_of(module), all(module.modes)
 
     def run(rank: int, world_size: int) -> Any:

@@ -248,7 +248,7 @@ def _sharded_by_user(rank: int, world_size: int, kind: str) -> tuple[Read, float
         if kind == "own stream":
             return DataLoader(Stream(6 if rank == 0 else 2), batch_size=2)
         if kind == "sampler":
-            sampler = DistributedSampler(Indices(8), world_size, rank, shuffle=False)
+            sampler: Any = DistributedSampler(Indices(8), world_size, rank, shuffle=False)
             return DataLoader(Indices(8), batch_size=2, sampler=sampler)
         return DataLoader(Indices(4), batch_size=2, sampler=SequentialSampler(Indices(4)))
 

@@ -73,9 +73,7 @@ ORDERS: dict[str, Callable[[], Any]] = {
     "shuffled": numbered(8, batch_size=2, shuffle=True),
     "in order": numbered(8, batch_size=2),
     "subclass of a sampler": lambda: DataLoader(Indices(8), batch_size=2, sampler=OwnOrder()),
-    "weighted": lambda: DataLoader(
-        Indices(8), batch_size=2, sampler=WeightedRandomSampler(torch.arange(1.0, 9.0), 8)
-    ),
+    "weighted": lambda: DataLoader(Indices(8), batch_size=2, sampler=WeightedRandomSampler(range(1, 9), 8)),
     "with replacement": lambda: DataLoader(
         Indices(8), batch_size=2, sampler=RandomSampler(Indices(8), replacement=True, num_samples=8)
     ),
@@ -194,9 +192,11 @@ def _endless(rank: int, world_size: int) -> Read:
         def __len__(self) -> int:
             raise TypeError("endless")
 
-    return fit(
-        rank, world_size, {}, lambda: Sized(Indices(8), batch_size=2, sampler=Endless()), max_steps=5
-    ).read
+    def build() -> Any:
+        return Sized(Indices(8), batch_size=2, sampler=Endless())
+
+    read: Read = fit(rank, world_size, {}, build, max_steps=5).read
+    return read
 
 
 def test_a_sampler_without_end() -> None:

@@ -181,12 +181,12 @@ def _decide(rank: int, world_size: int, key: str, folder: Path) -> Any:
         max_epochs=9,
         log_every_n_steps=50,
     )
-    loaders = [numbered(4, batch_size=2)() for _ in range(2)]
-    trainer.fit(Monitored(key), *loaders)
+    loader = numbered(4, batch_size=2)
+    trainer.fit(Monitored(key), loader(), loader())
     return (
         trainer.current_epoch,
         saving.best_model_path,
-        float(saving.best_model_score),
+        float(saving.best_model_score),  # type: ignore[arg-type]  # there is one
         stopping.stopped_epoch,
     )
 

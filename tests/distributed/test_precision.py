@@ -84,8 +84,8 @@ def _train(rank: int, world_size: int, degrees: Any, precision: Any, **options: 
     trainer = build_trainer(world_size, strategy, precision=precision, gradient_clip_val=1.0)
     module = Typed(early)
     size = 8 * degrees.get("tp", 1) // world_size
-    loaders = [DataLoader(Rows(Case(num_rows=24)), batch_size=size) for _ in range(2)]
-    trainer.fit(module, *loaders)
+    rows = Rows(Case(num_rows=24))
+    trainer.fit(module, DataLoader(rows, batch_size=size), DataLoader(rows, batch_size=size))
     return module.met, module.losses
 
 
@@ -161,7 +161,8 @@ def test_gradients_are_reduced_in_float32(degrees: dict[str, Any]) -> None:
     def run(rank: int, world_size: int) -> Any:
         trainer = build_trainer(world_size, TitanStrategy(**degrees), precision="bf16-mixed")
         module = Adds()
-        trainer.fit(module, DataLoader(torch.tensor([4.0, 4 * TINY, 4 * TINY, 4 * TINY]), batch_size=1))
+        held: Any = torch.tensor([4.0, 4 * TINY, 4 * TINY, 4 * TINY])
+        trainer.fit(module, DataLoader(held, batch_size=1))
         return module.grad
 
     for grad in run_ranks(run, 4, init_process_group=False):
@@ -169,6 +170,11 @@ def test_gradients_are_reduced_in_float32(degrees: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- inputs, and plugins by instance
+
+
+def floats() -> Any:
+    rows: Any = torch.ones(4, 4)
+    return DataLoader(rows, batch_size=1)
 
 
 class Floats(L.LightningModule):
@@ -209,9 +215,9 @@ def test_a_batch_of_floats_is_converted_as_on_one_process(
         chosen = strategy if isinstance(strategy, str) else TitanStrategy(**strategy)
         trainer = build_trainer(world_size, chosen, **options)
         module = Floats()
-        trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=1))
-        (out, *_) = trainer.predict(module, DataLoader(torch.ones(4, 4), batch_size=1)) or []
-        return module.met[:2], out.dtype
+        trainer.fit(module, floats())
+        predictions: Any = trainer.predict(module, floats())
+        return module.met[:2], predictions[0].dtype
 
     for met, predicted in run_ranks(run, 2, init_process_group=False):
         assert tuple(met) == expected
@@ -221,7 +227,7 @@ def test_a_batch_of_floats_is_converted_as_on_one_process(
 def test_a_module_keeps_one_precision() -> None:
     def run(rank: int, world_size: int) -> str:
         module = Floats()
-        loader = DataLoader(torch.ones(4, 4), batch_size=1)
+        loader = floats()
         build_trainer(world_size, TitanStrategy(), precision="bf16-mixed").fit(module, loader)
         with pytest.raises(ValueError) as error:
             build_trainer(world_size, TitanStrategy(), precision="32-true").fit(module, loader)

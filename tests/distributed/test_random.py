@@ -74,7 +74,7 @@ class Lit(L.LightningModule):
 
 
 def _transformer(**settings: Any) -> Transformer:
-    sizes = {"vocab_size": 33, "dim": 16, "num_layers": 2, "num_heads": 4, "hidden_dim": 24}
+    sizes: dict[str, Any] = {"vocab_size": 33, "dim": 16, "num_layers": 2, "num_heads": 4, "hidden_dim": 24}
     return Transformer(TransformerConfig(max_seq_len=16, **sizes, **settings))
 
 
@@ -245,6 +245,20 @@ class Drops(Tiny):
         super().__init__()
         self.spoiled = spoiled
         self.masks: list[list[float]] = []
+        self.augmented: list[list[float]] = []
+        self.decided: list[float] = []
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.augmented.append(torch.rand(4).tolist())
+        return batch
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch:
+            self.decided.append(float(torch.rand(())))
+
+    def on_train_epoch_end(self) -> None:
+        self.decided.append(float(torch.rand(())))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.spoiled and self.global_rank == 1:
@@ -265,16 +279,23 @@ def _masks(rank: int, world_size: int, degrees: Any, spoiled: bool, **options: A
     trainer = build_trainer(world_size, TitanStrategy(**degrees), max_epochs=2, **options)
     module = Drops(spoiled)
     trainer.fit(module, numbered(8, batch_size=2)(), numbered(4, batch_size=2)())
-    return module.masks, weight_of(module)
+    return module.masks, weight_of(module), module.augmented, module.decided
 
 
 def test_draws_agree_on_peers_and_differ_over_data_ranks_and_steps() -> None:
     found = run_ranks(_masks, 4, DP2_TP2, False, init_process_group=False)
-    first, first_peer, second, second_peer = (masks for masks, _ in found)
+    first, first_peer, second, second_peer = (masks for masks, *_ in found)
     assert first == first_peer and second == second_peer
     training = [masks[i] for masks in (first, second) for i in (0, 1, 3, 4)]
     assert len({tuple(mask) for mask in training}) == 8
     assert first[2] == first[5] != second[2]  # each validation draws alike
+    # Batches are augmented as they are dropped from; between batches all ranks draw alike.
+    augmented = [item[2] for item in found]
+    assert augmented[0] == augmented[1] and augmented[2] == augmented[3]
+    training = [rows[i] for rows in (augmented[0], augmented[2]) for i in (0, 1, 3, 4)]
+    assert len({tuple(row) for row in training}) == 8
+    assert found[0][3] == found[1][3] == found[2][3] == found[3][3]
+    assert len(set(found[0][3])) == 3
     # The same again, and what one rank draws for itself changes nothing.
     assert run_ranks(_masks, 4, DP2_TP2, False, init_process_group=False) == found
     assert run_ranks(_masks, 4, DP2_TP2, True, init_process_group=False) == found
@@ -284,7 +305,7 @@ def test_draws_of_each_batch_of_a_window_differ() -> None:
     def run(rank: int, world_size: int) -> Any:
         return _masks(rank, world_size, {}, False, accumulate_grad_batches=2)
 
-    (masks, _), _ = run_ranks(run, 2, init_process_group=False)
+    (masks, *_), _ = run_ranks(run, 2, init_process_group=False)
     assert masks[0] != masks[1]
 
 

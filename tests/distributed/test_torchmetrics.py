@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from tests.distributed.tiny import Tiny, fit, numbered
+from tests.distributed.tiny import DP2_TP2, DP4, Tiny, fit, numbered
 from tests.harness import run_ranks
 
 # ---------------------------------------------------------------- torchmetrics

@@ -53,16 +53,16 @@ class Groups(Sampler[list[int]]):
         yield from groups
 
 
-class Blocks(Dataset[Tensor]):
+class Blocks(Dataset[Any]):
     """Each item is a whole batch; to be read with ``batch_size=None``."""
 
     def __init__(self, *sizes: int) -> None:
-        self.blocks = torch.arange(sum(sizes)).split(list(sizes))
+        self.blocks: Any = torch.arange(sum(sizes)).split(list(sizes))
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Any:
         return self.blocks[index]
 
 
@@ -109,7 +109,7 @@ class Tiny(L.LightningModule):
         error: Tensor = self.layer(x.double().unsqueeze(-1) / 8).squeeze(-1) - targets_of(x)
         return error.square()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.read[-1].append(batch.tolist())
         return self.errors(batch).mean()
 

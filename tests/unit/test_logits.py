@@ -13,7 +13,8 @@ from titanplug.parallel.collectives import AxisGroup
 from titanplug.parallel.logits import ShardedLogits, gather_logits
 
 B, S, V = 2, 3, 7
-GROUP = AxisGroup("no such group", size=2, rank=1)  # its block: columns 4, 5 and 6
+NO_GROUP: Any = "no such group"
+GROUP = AxisGroup(NO_GROUP, size=2, rank=1)  # its block: columns 4, 5 and 6
 
 
 def build_logits() -> ShardedLogits:
@@ -31,7 +32,7 @@ def build_logits() -> ShardedLogits:
     ],
 )
 def test_blocks_are_those_of_chunk(total: int, size: int, blocks: list[tuple[int, int]]) -> None:
-    assert [AxisGroup("", size, rank).block(total) for rank in range(size)] == blocks
+    assert [AxisGroup(NO_GROUP, size, rank).block(total) for rank in range(size)] == blocks
     chunks = [len(chunk) for chunk in torch.arange(total).chunk(size)]
     assert [width for _, width in blocks if width] == chunks
 

@@ -31,7 +31,7 @@ def test_axes_run_from_the_outermost_to_the_innermost() -> None:
 )
 def test_minus_one_is_the_rest(degrees: dict[str, Any], world_size: int, expected: dict[str, int]) -> None:
     resolved = ParallelDims(**degrees).resolve(world_size)
-    assert resolved.degrees == {**dict.fromkeys(AXES, 1), **expected}
+    assert resolved.degrees == {axis: expected.get(axis, 1) for axis in AXES}
     assert resolved.world_size == world_size
 
 

@@ -208,7 +208,7 @@ def test_the_example_in_the_error_is_valid_code() -> None:
     with pytest.raises(ConfigError) as error:
         resolve_plan(Holder(model=Model()), needs_tensor=True)
     code = str(error.value).partition("for example\n\n")[2]
-    names = {
+    names: dict[str, Any] = {
         "ParallelPlan": ParallelPlan,
         "ColwiseParallel": ColwiseParallel,
         "RowwiseParallel": RowwiseParallel,
@@ -216,7 +216,7 @@ def test_the_example_in_the_error_is_valid_code() -> None:
         "PrepareModuleInput": PrepareModuleInput,
     }
     exec(code, names)
-    plan = names["configure_parallel_plan"](None)  # type: ignore[arg-type]
+    plan = names["configure_parallel_plan"](None)
     assert isinstance(plan, ParallelPlan) and len(plan.tensor) == 6
 
 
@@ -254,7 +254,7 @@ def problems_of(model: nn.Module, tensor: dict[str, Any], tp: int = 2) -> tuple[
     return error.value.problems
 
 
-COVERED = {
+COVERED: dict[str, Any] = {
     "embedding": ReplicateParallel(),
     "blocks.*": ReplicateParallel(),
     "head": ColwiseParallel(output="logits"),

@@ -121,7 +121,7 @@ def validate_styles(root: nn.Module, styles: dict[str, Style], tp: int) -> None:
             elif id(parameter) not in seen and module is root:
                 problems.append(
                     f"{key}: no style of the tensor-parallel plan covers this parameter of the module "
-                    "itself. Add a style for the pattern \"\" to the plan: ReplicateParallel() if every rank "
+                    'itself. Add a style for the pattern "" to the plan: ReplicateParallel() if every rank '
                     "computes alike with it, with partial_grad=True if on a shard of the sequence."
                 )
             elif id(parameter) not in seen:

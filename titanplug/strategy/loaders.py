@@ -117,7 +117,10 @@ class ShardedBatches:
         groups = self._cut() if self.batches is None else self._deal(self.batches)
         for index, parts in enumerate(groups):
             mine = parts[self.rank]
-            self._shares.append(self._share(parts))
+            share = self._share(parts)
+            # Nearly all are alike: one object for them, or a long epoch would hold millions.
+            alike = bool(self._shares) and self._shares[-1] == share
+            self._shares.append(self._shares[-1] if alike else share)
             if index < skip:
                 continue
             if _is_empty(mine):

@@ -66,5 +66,5 @@ class Saving(OverRanks):
             assert self._data is not None
             reopen_epoch(rest)
             self._data.load_state(state, checkpoints.loader_states(rest))
-            self._running.set_seed(self._data.seed)
+            self._running.seeds.set_seed(self._data.seed)
         return rest

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from titanplug.mesh import Mesh
 from titanplug.parallel.fsdp import free_gathered
-from titanplug.parallel.initialise import named_seed
 from titanplug.parallel.logits import gather_logits
 from titanplug.parallel.parallelize import Parallelized
 from titanplug.strategy.gradient_window import GradientWindow
@@ -21,6 +20,7 @@ from titanplug.strategy.logs import StepLogs
 from titanplug.strategy.loss_weights import num_rows
 from titanplug.strategy.manual import ManualStep
 from titanplug.strategy.metrics import metrics_untouched
+from titanplug.strategy.step_seeds import StepSeeds
 
 _PAST_A_UNIT = (
     "{step} used a weight that is a shard. The whole weights of an FSDP unit (here: {units}) are there while "
@@ -58,7 +58,7 @@ class Steps:
         self._mesh: Mesh = layout.mesh
         self._window = window
         self._device = device
-        self.set_seed(seed)
+        self.seeds = StepSeeds(seed, layout.mesh.rank("batch"), device)
         size = layout.mesh["loss"].size()
         self.logs = StepLogs(module, layout.mesh.group("loss"), size, device, self._is_log_step)
         self._served: dict[int, int] = {}
@@ -66,10 +66,14 @@ class Steps:
 
     # ---------------------------------------------------------------- which batch this is
 
-    def count_batch(self, loader_idx: int) -> None:
-        """A batch of an evaluation loader is about to be run."""
+    def receive(self, loader_idx: int) -> None:
+        """A batch is about to be moved to the device and run."""
+        if self._trainer.training:
+            self.seeds.begin("transfer", self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+            return
         self._loader_idx = loader_idx
-        self._served[loader_idx] = self._served.get(loader_idx, -1) + 1
+        index = self._served[loader_idx] = self._served.get(loader_idx, -1) + 1
+        self.seeds.begin("transfer", index, loader_idx)
 
     def restart_count(self) -> None:
         """An evaluation starts."""
@@ -92,7 +96,7 @@ class Steps:
         loaders = _flattened(self._trainer.fit_loop)
         # Of several loaders the first decides how many rows their combined batch has.
         share = self._share(args[0], loaders, 0, loop.batch_idx)
-        self._seed(self._seeds[0], loop.total_batch_idx)
+        self.seeds.begin("train", loop.total_batch_idx)
         self.logs.start(share.local)
         self._window.start(share)
         automatic = self._module.automatic_optimization
@@ -102,6 +106,7 @@ class Steps:
             else:
                 with self.manual.running():
                     output = self._call("training_step", args, kwargs)
+        self.seeds.end(loop.total_batch_idx)
         if output is None or not automatic:
             free_gathered(self._units)  # no backward follows that would
             self.logs.finish()
@@ -118,10 +123,11 @@ class Steps:
         loop: Any = self._trainer._active_loop
         index = self._served.get(self._loader_idx, 0)
         share = self._share(args[0], _flattened(loop), self._loader_idx, index)
-        self._seed_evaluation()
+        self.seeds.begin("evaluate", index, self._loader_idx)
         self.logs.start(share.local)
         with context, self._unless_counted(share):
             output = self._whole(self._call(name, args, kwargs))
+        self.seeds.end(index)
         self.logs.finish()
         return output
 
@@ -134,9 +140,11 @@ class Steps:
             loop.current_batch_indices = []
             for indices in loop.epoch_batch_indices[self._loader_idx : self._loader_idx + 1]:
                 indices[-1:] = [[]] if indices else []
-        self._seed_evaluation()
+        self.seeds.begin("evaluate", index, self._loader_idx)
         with context:
-            return self._whole(self._call("predict_step", args, kwargs))
+            output = self._whole(self._call("predict_step", args, kwargs))
+        self.seeds.end(index)
+        return output
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         module = self._module
@@ -174,27 +182,6 @@ class Steps:
         every = trainer.log_every_n_steps  # 0: never
         due = every > 0 and (loop._batches_that_stepped + 1) % every == 0
         return due or bool(trainer.fast_dev_run) or trainer.should_stop
-
-    # ---------------------------------------------------------------- random state
-
-    def set_seed(self, seed: int) -> None:
-        """Draw random numbers as the run with this seed."""
-        self._seeds = (named_seed(seed, "train"), named_seed(seed, "evaluate"))
-
-    def _seed_evaluation(self) -> None:
-        batch = self._served.get(self._loader_idx, 0) * self._mesh["batch"].size()
-        self._seed(self._seeds[1] + 7919 * self._loader_idx, batch)
-
-    def _seed(self, seed: int, index: int) -> None:
-        """Random numbers of a step depend on seed, step and data-parallel rank, on nothing else.
-
-        Tensor-parallel ranks draw alike, data-parallel ranks differently, and a resumed run as if it had
-        not been interrupted.
-        """
-        mixed = (seed + index * 1_000_003 + self._mesh.rank("batch") * 998_244_353) % 2**63
-        torch.default_generator.manual_seed(mixed)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index].manual_seed(mixed)
 
     # ---------------------------------------------------------------- predictions
 

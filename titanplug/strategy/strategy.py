@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from titanplug.compat import let_strategy_validate_settings
+from titanplug.compat import let_strategy_validate_settings, tell_namespaces_apart
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh, ParallelDims, shared_mesh
 from titanplug.parallel.buffers import broadcast_buffers
@@ -47,6 +47,7 @@ from titanplug.validation import RunFacts, validate_run
 _LAYOUT = "_titanplug_layout"
 
 let_strategy_validate_settings()
+tell_namespaces_apart()
 
 
 class TitanStrategy(Optimization, Saving, OverRanks):
@@ -124,6 +125,14 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         self._after_exception = AfterException()
         self._runs = 0
 
+    def __repr__(self) -> str:
+        """The degrees. A Trainer that can't take the strategy prints this."""
+        degrees = ", ".join(f"{axis}={n}" for axis, n in self.parallel_dims.degrees.items() if n != 1)
+        text = f"{type(self).__name__}({degrees})"
+        if "pytorch_lightning" in sys.modules:
+            text += ", which is for `lightning`: import Trainer and LightningModule from there"
+        return text
+
     # ---------------------------------------------------------------- before any process starts
 
     @property
@@ -174,13 +183,6 @@ class TitanStrategy(Optimization, Saving, OverRanks):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        if not isinstance(model, LightningModule):
-            raise TypeError(
-                f"{type(model).__module__}.{type(model).__qualname__} is not a lightning.LightningModule. "
-                "`lightning` and `pytorch_lightning` are two packages with classes of their own; import "
-                "LightningModule and Trainer from `lightning`."
-                + (" `pytorch_lightning` is imported here." if "pytorch_lightning" in sys.modules else "")
-            )
         super().connect(model)
         plan = self._given_plan or plan_of_models(model)
         if plan is not None and _LAYOUT not in model.__dict__:
@@ -296,8 +298,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if not self._module.trainer.training:
-            self._running.count_batch(dataloader_idx)
+        self._running.receive(dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

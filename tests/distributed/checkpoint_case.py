@@ -49,6 +49,7 @@ class Run:
     rates: dict[int, list[float]] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     saved: dict[int, State] = field(default_factory=dict)
+    validations: list[tuple[int, float]] = field(default_factory=list)  # step and loss
     first: State | None = None
 
 
@@ -117,6 +118,11 @@ class Module(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.run.losses[self.trainer.global_step - 1] = float(self.trainer.callback_metrics["train_loss"])
 
+    def on_validation_end(self) -> None:
+        if self.trainer.state.fn == "fit":
+            loss = float(self.trainer.callback_metrics["val_loss"])
+            self.run.validations.append((self.trainer.global_step, loss))
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.run.saved[self.trainer.global_step] = self.state()
 
@@ -158,6 +164,7 @@ def train_and_save(
     validate: bool = False,
     stop: int = -1,
     ckpt_path: Path | None = None,
+    options: dict[str, Any] | None = None,
     **module: Any,
 ) -> Run:
     """The uninterrupted run: 10 steps, saved mid-epoch, at the last batch, and at the epoch's end."""
@@ -167,7 +174,8 @@ def train_and_save(
         ModelCheckpoint(folder / "last batch", every_n_train_steps=5, save_top_k=-1),
         ModelCheckpoint(folder / ("validated" if validate else "epoch end"), every_n_epochs=1, save_top_k=-1),
     ]
-    trainer = trainer_for(world_size, degrees, callbacks=saves, enable_checkpointing=True, max_steps=stop)
+    kept: dict[str, Any] = {"callbacks": saves, "enable_checkpointing": True, "max_steps": stop}
+    trainer = trainer_for(world_size, degrees, **kept, **(options or {}))
     lit = Module(**module)
     val_loader = loader(trainer.strategy) if validate else None
     trainer.fit(lit, loader(trainer.strategy, shuffle=True), val_loader, ckpt_path=ckpt_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from tests.distributed.checkpoint_case import (
     LAYOUTS,
@@ -102,3 +103,27 @@ def test_epochs_are_counted_on(tmp_path: Path) -> None:
             assert run.losses[step] == expected.losses[step]
             assert run.epochs[step] == expected.epochs[step]
     assert expected.epochs == {step: step // 5 for step in range(10)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_saved_after_a_validation_in_the_epoch(accumulate: int, tmp_path: Path) -> None:
+    """The default place of ModelCheckpoint: neither the validation nor a batch is run again."""
+    options = {"val_check_interval": 2, "accumulate_grad_batches": accumulate}
+
+    def run() -> list[tuple[int, Run]]:
+        whole = train_and_save(0, 1, {}, tmp_path, True, options=options)
+        runs = [(0, whole)]
+        for path in sorted((tmp_path / "validated").iterdir()):
+            again = tmp_path / path.stem
+            run = train_and_save(0, 1, {}, again, True, ckpt_path=path, options=options)
+            runs.append((int(path.stem.rpartition("=")[2]), run))
+        return runs
+
+    (_, whole), *resumed = reference(run)
+    assert len(resumed) == 4
+    for start, continued in resumed:
+        assert list(continued.grads) == [step for step in whole.grads if step >= start]
+        assert continued.validations == [v for v in whole.validations if v[0] > start]
+        for step, grads in continued.grads.items():
+            assert all(torch.equal(grad, whole.grads[step][name]) for name, grad in grads.items())
+            assert continued.epochs[step] == whole.epochs[step]

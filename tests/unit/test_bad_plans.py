@@ -166,14 +166,6 @@ def test_heads_of_the_model_are_checked_before_the_process_group(
     assert not dist.is_initialized()
 
 
-def test_a_module_of_the_other_namespace_is_told_so() -> None:
-    class Foreign:
-        pass
-
-    with pytest.raises(TypeError, match=r"Foreign is not a lightning.LightningModule.*two packages"):
-        TitanStrategy().connect(Foreign())  # type: ignore[arg-type]
-
-
 def test_a_script_ends_quickly_with_the_message_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -167,6 +167,7 @@ def _is_hydra_job() -> bool:
 def _limit_threads(num_processes: int) -> None:
     # Ranks on one machine share its cores; torch would give each of them all.
     if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = max(1, (cores or 1) // num_processes)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)

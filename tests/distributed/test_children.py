@@ -20,11 +20,17 @@ from titanplug.strategy import children, launcher
 from titanplug.strategy.after_exception import _all_arrive
 from titanplug.strategy.children import PARENT_VARIABLE, Children
 
-RECORD = (
-    f"import json, os, sys, time; d = os.environ['{ERROR_DIR_VARIABLE}']; "
-    "open(d + '/rank1.json', 'w').write(json.dumps("
-    "dict(rank=1, time_s=time.time(), text='ValueError: cause'))); sys.exit(1)"
-)
+
+def record(rank: int, text: str, after_s: float = 0.0) -> str:
+    """Code of a rank that leaves an error and ends."""
+    return (
+        f"import json, os, sys, time; time.sleep({after_s}); d = os.environ['{ERROR_DIR_VARIABLE}']; "
+        f"open(d + '/rank{rank}.json', 'w').write(json.dumps("
+        f"dict(rank={rank}, time_s=time.time(), text={text!r}))); sys.exit(1)"
+    )
+
+
+RECORD = record(1, "ValueError: cause")
 
 
 def start(*codes: str) -> Children:
@@ -46,6 +52,15 @@ def cause_of(*codes: str, grace_s: float = 20.0) -> str | None:
 
 def test_cause_is_the_reported_error() -> None:
     assert cause_of(RECORD, "raise SystemExit(1)") == "rank 1 of 3 failed:\nValueError: cause"
+
+
+def test_lost_connections_are_no_cause() -> None:
+    """However early they are reported."""
+    lost = record(1, "RuntimeError: Connection closed by peer")
+    assert cause_of(lost, record(2, "ValueError: cause", 0.3)) == "rank 2 of 3 failed:\nValueError: cause"
+    kill = "import os, signal, time; time.sleep(0.3); os.kill(os.getpid(), signal.SIGABRT)"
+    assert cause_of(lost, kill) == "rank 2 of 3 failed: It was ended by SIGABRT."
+    assert cause_of(lost, "pass") is None
 
 
 def test_cause_without_a_report() -> None:
@@ -163,6 +178,7 @@ def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     def parent() -> None:
         pid = os.fork()
         if pid == 0:
+            os.setsid()  # the harness ends the group of a rank
             children.end_with_parent()
             assert PARENT_VARIABLE not in os.environ  # what it starts itself isn't bound
             note.write_text(str(os.getpid()))

@@ -36,6 +36,7 @@ from tests.distributed.tiny import (
 )
 from tests.harness import reference, run_ranks
 from titanplug import TitanStrategy
+from titanplug.strategy.loaders import Share, shard_map_loader
 
 Read = list[list[list[int]]]
 """Indices by epoch and batch."""
@@ -143,6 +144,17 @@ def test_several_loaders(lengths: tuple[int, int]) -> None:
     (expected,) = run_ranks(_two_loaders_at_once, 1, lengths, init_process_group=False)
     for weight in run_ranks(_two_loaders, 4, lengths, init_process_group=False):
         assert weight == pytest.approx(expected, rel=1e-12)
+
+
+def test_shares_of_a_loader_that_starts_again_within_an_epoch() -> None:
+    loader: Any = shard_map_loader(numbered(10, batch_size=2)(), training=True, seed=0, rank=3, size=4)
+    shares = loader.batch_sampler
+    index = 0
+    for _ in range(2):
+        for _ in loader:
+            assert shares.share(index) == [Share(2, 8), Share(0, 2)][index % 2]
+            index += 1
+    assert index == 4
 
 
 def _two_loaders_at_once(rank: int, world_size: int, lengths: tuple[int, int]) -> float:

@@ -100,6 +100,8 @@ class Children:
             is_own = report.rank not in self._processes
             return None if is_own else RankError(self._failed(report.rank, f"\n{report.text}"))
         for rank, code in self._died.items():
+            if (self._error_dir / f"rank{rank}.json").exists():
+                continue  # it lost another rank
             if code < 0:
                 name = signal.Signals(-code).name
                 hint = " The system may have run out of memory." if name == "SIGKILL" else ""

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 SIZES = {
     "20 ms": Workload(dim=64, num_layers=4, seq_len=64, batch_size=4, vocab_size=512, num_steps=24),
-    "200 ms": Workload(dim=256, num_layers=8, seq_len=256, batch_size=4, vocab_size=2048, num_steps=8),
+    "200 ms": Workload(dim=256, num_layers=8, seq_len=128, batch_size=2, vocab_size=1024, num_steps=12),
 }
 CONTESTANTS: dict[str, tuple[Callable[..., None], bool]] = {
     "loop": (run_loop, True),

@@ -63,10 +63,10 @@ class OwnOrder(Sampler[int]):
             yield rest[int(index)]
 
 
-def _own_generator() -> DataLoader[int]:
+def _own_generator() -> torch.Generator:
     generator = torch.Generator()
     generator.seed()  # another seed on every rank
-    return DataLoader(Indices(8), batch_size=2, shuffle=True, generator=generator)
+    return generator
 
 
 ORDERS: dict[str, Callable[[], Any]] = {
@@ -74,6 +74,9 @@ ORDERS: dict[str, Callable[[], Any]] = {
     "in order": numbered(8, batch_size=2),
     "subclass of a sampler": lambda: DataLoader(Indices(8), batch_size=2, sampler=OwnOrder()),
     "weighted": lambda: DataLoader(Indices(8), batch_size=2, sampler=WeightedRandomSampler(range(1, 9), 8)),
+    "weighted, own generator": lambda: DataLoader(
+        Indices(8), batch_size=2, sampler=WeightedRandomSampler(range(1, 9), 8, generator=_own_generator())
+    ),
     "with replacement": lambda: DataLoader(
         Indices(8), batch_size=2, sampler=RandomSampler(Indices(8), replacement=True, num_samples=8)
     ),
@@ -83,12 +86,12 @@ ORDERS: dict[str, Callable[[], Any]] = {
     "a part": lambda: DataLoader(
         Indices(16), batch_size=2, sampler=RandomSampler(Indices(16), num_samples=8)
     ),
-    "own generator": _own_generator,
+    "own generator": lambda: DataLoader(Indices(8), batch_size=2, shuffle=True, generator=_own_generator()),
     "own batches": lambda: DataLoader(Indices(8), batch_sampler=Groups(2, 2, 2, 2)),
     "items are batches": lambda: DataLoader(Blocks(1, 1, 1, 1, 1, 1, 1, 1), batch_size=None, shuffle=True),
     "workers": numbered(8, batch_size=2, shuffle=True, num_workers=1),
 }
-NOT_WHOLE = {"weighted", "with replacement", "several passes", "a part"}
+NOT_WHOLE = {"weighted", "weighted, own generator", "with replacement", "several passes", "a part"}
 DEALT = {"own batches", "items are batches"}
 
 

@@ -32,6 +32,7 @@ from tests.distributed.tiny import (
 )
 from tests.harness import run_ranks
 from titanplug import TitanStrategy
+from titanplug.strategy.loaders import shard_map_loader
 
 Read = list[list[list[int]]]
 """Indices by epoch and batch."""
@@ -169,6 +170,22 @@ def test_the_order_changes_between_epochs_where_it_is_random(
         assert (first_epoch == second_epoch) == (name == "in order")
     if name == "in order":
         assert orders["ranks"][0][name][0] == [[0, 2], [4, 6]]
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_the_order_of_an_epoch_depends_on_seed_and_epoch_only(name: str) -> None:
+    def order(seed: int, *epochs: int) -> list[Any]:
+        loader: Any = shard_map_loader(ORDERS[name](), training=True, seed=seed, rank=0, size=1)
+        batches = loader.batch_sampler or loader.sampler
+        found = []
+        for epoch in epochs:
+            batches.set_epoch(epoch)
+            found.append(list(batches))
+        return found
+
+    first, second = order(1, 0, 1)
+    assert order(1, 1, 1, 0) == [second, second, first]
+    assert (order(2, 0) == [first]) == (name == "in order")
 
 
 def _epochs_told(rank: int, world_size: int) -> list[int]:

@@ -135,12 +135,10 @@ def test_peers_read_the_same_and_data_ranks_share(
             assert sorted(itertools.chain(*one, *other)) == list(range(8))
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("name", sorted(set(ORDERS) - {"own generator"}))  # its seed is another in each run
 def test_all_ranks_together_read_the_batches_of_one_process(
     orders: dict[str, list[dict[str, Read]]], name: str
 ) -> None:
-    if name == "own generator":
-        pytest.skip("its seed is another one in each run")
     first, _, second, _ = (found[name] for found in orders["ranks"])
     for epoch, batches in enumerate(orders["one"][0][name]):
         pairs = list(zip(first[epoch], second[epoch], strict=True))

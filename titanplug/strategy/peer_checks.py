@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanplug.errors import TitanplugError
 from titanplug.mesh import Mesh
+from titanplug.parallel.gradients import local_tensor
 
 
 class PeerDifferenceError(TitanplugError):
@@ -43,7 +44,7 @@ def check_gradients(module: nn.Module, mesh: Mesh, device: torch.device) -> None
         grad = parameter.grad
         if grad is None or (isinstance(grad, DTensor) and _is_split(grad, "tp")):
             continue
-        sums.append(_checksum(grad._local_tensor if isinstance(grad, DTensor) else grad))
+        sums.append(_checksum(local_tensor(grad)))
         names.append(f"the gradient of {name}")
     _check(sums, names, mesh, device)
 

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "dp_shard2xtp2": (4, {"dp_shard": 2, "tp": 2}),
 }
 SIZES = {
-    "20 ms": Workload(dim=64, num_layers=4, seq_len=64, batch_size=4, vocab_size=512, num_steps=24),
+    "20 ms": Workload(dim=64, num_layers=1, seq_len=64, batch_size=2, vocab_size=256, num_steps=63),
     "200 ms": Workload(dim=256, num_layers=8, seq_len=128, batch_size=2, vocab_size=1024, num_steps=12),
 }
 CONTESTANTS: dict[str, tuple[Callable[..., None], bool]] = {

@@ -27,6 +27,7 @@ from titanplug.parallel.gradients import (
 )
 from titanplug.parallel.local_optimizer import LocalShards
 from titanplug.parallel.parallelize import parallelize
+from titanplug.parallel.pipeline.stages import PipelineOptions
 from titanplug.parallel.styles import TensorOptions
 from titanplug.strategy import TitanStrategy
 
@@ -176,6 +177,7 @@ def run_loop(
         seed=0,
         tensor=TensorOptions(),
         shard=ShardOptions(),
+        pipeline=PipelineOptions(),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parameters = list(model.parameters())

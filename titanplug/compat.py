@@ -138,6 +138,16 @@ def tell_namespaces_apart() -> None:
     checks._check_mixed_imports = check
 
 
+def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two halves of torch's backward, of the input and of the weights, for zero-bubble schedules.
+
+    They stand behind its own pipeline runtime and are not exported (2.11 to 2.14).
+    """
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward_input, _backward.stage_backward_weight
+
+
 def _release(text: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:

@@ -11,12 +11,36 @@ from dataclasses import dataclass
 
 from titanplug.errors import ConfigError
 from titanplug.mesh import ParallelDims
+from titanplug.parallel.pipeline.schedules import chunks_per_rank, resolve_schedule, schedule_problems
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """What ``Trainer(precision=...)`` may be. bf16-mixed: float32 master weights and gradient reduction."""
 
 # Axes whose own parts of the library are not there yet.
-_UNAVAILABLE = {"pp": "pipeline parallel", "cp": "context parallel"}
+_UNAVAILABLE = {"cp": "context parallel"}
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """What is asked of the pipeline; checked where pp is above 1.
+
+    Args:
+        schedule: a schedule, in any spelling.
+        num_microbatches: parts of a data-parallel rank's batch; None: chosen by the schedule.
+        num_chunks: stages of a rank; None: chosen by the schedule.
+        split: for each stage the names of its modules; None: by cost.
+        first_weight: cost of the modules before the layers, in layers.
+        last_weight: cost of the modules after the layers, in layers.
+        reshard_after_forward: whether FSDP shall free parameters between forward and backward.
+    """
+
+    schedule: str = "Interleaved1F1B"
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+    split: tuple[tuple[str, ...], ...] | None = None
+    first_weight: float | None = None
+    last_weight: float | None = None
+    reshard_after_forward: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +56,8 @@ class RunFacts:
         batch_size: rows that each data-parallel rank reads for a batch.
         gradient_norm_type: p of the gradient norm.
         timeout_s: seconds that a collective waits for a rank.
+        pipeline: what is asked of the pipeline.
+        num_layers: repeated layers of the model.
     """
 
     world_size: int | None = None
@@ -42,6 +68,8 @@ class RunFacts:
     batch_size: int | None = None
     gradient_norm_type: float | str | None = None
     timeout_s: float | None = None
+    pipeline: PipelineFacts | None = None
+    num_layers: int | None = None
 
 
 def validate_run(
@@ -67,7 +95,7 @@ def validate_run(
         dims = ParallelDims(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     except ConfigError as error:
         problems += error.problems
-    problems += _unavailable_axes(pp=pp, cp=cp)
+    problems += _unavailable_axes(cp=cp)
     if dims is not None and facts.world_size is not None:
         try:
             dims = dims.resolve(facts.world_size)
@@ -76,6 +104,7 @@ def validate_run(
     problems += validate_precision(facts.precision)
     # A tp of -1 is known where the rest of the processes is.
     problems += _tensor_problems(tp if dims is None else dims.tp, facts)
+    problems += _pipeline_problems(pp if dims is None else dims.pp, facts)
     if facts.batch_size is not None and facts.batch_size < 1:
         problems.append(
             f"batch_size={facts.batch_size}: each data-parallel rank reads at least one row. Raise it."
@@ -104,7 +133,7 @@ def validate_precision(precision: str | int | None) -> list[str]:
 def _unavailable_axes(**degrees: int) -> list[str]:
     return [
         f"{axis}={degree}: {_UNAVAILABLE[axis]} is not available yet in this version; the only allowed "
-        f"value of {axis} is 1. Use dp_replicate, dp_shard and tp."
+        f"value of {axis} is 1. Use pp, dp_replicate, dp_shard and tp."
         for axis, degree in degrees.items()
         if degree != 1
     ]
@@ -141,4 +170,40 @@ def _tensor_problems(tp: int, facts: RunFacts) -> list[str]:
             f"seq_len={facts.seq_len} with tp={tp}: sequence parallel splits the sequence over tp, so tp "
             f"must divide it. Use seq_len={' or '.join(map(str, allowed))}, or sequence_parallel=False."
         )
+    return problems
+
+
+def _pipeline_problems(pp: int, facts: RunFacts) -> list[str]:
+    asked = facts.pipeline
+    if asked is None:
+        return []
+    try:
+        schedule = resolve_schedule(asked.schedule)
+    except ConfigError as error:
+        return [f"pp_schedule={asked.schedule!r}: {problem}" for problem in error.problems]
+    if not isinstance(pp, int) or pp <= 1:
+        return []
+    problems = schedule_problems(schedule, pp, asked.num_chunks, asked.num_microbatches)
+    for name, weight in (("pp_first_weight", asked.first_weight), ("pp_last_weight", asked.last_weight)):
+        if weight is not None and not weight >= 0:
+            problems.append(f"{name}={weight!r}: it is a cost in layers, 0 or more. Raise it.")
+    if asked.reshard_after_forward:
+        problems.append(
+            "reshard_after_forward=True with pp > 1: parameters stay gathered for all microbatches of a "
+            "step, or each of them would gather them again. Leave it out, or use pp=1."
+        )
+    number = asked.num_microbatches
+    if number is not None and facts.batch_size is not None and facts.batch_size < number:
+        problems.append(
+            f"pp_microbatches={number} with batches of {facts.batch_size} rows on each data-parallel rank: a "
+            f"microbatch has at least one. Use pp_microbatches={facts.batch_size} or less, or larger batches."
+        )
+    if not problems and facts.num_layers is not None and asked.split is None:
+        stages = pp * chunks_per_rank(schedule, asked.num_chunks)
+        if stages > facts.num_layers:
+            problems.append(
+                f"pp={pp} with {stages // pp} chunks a rank are {stages} stages for {facts.num_layers} "
+                f"layers: each stage has at least one. Allowed: pp times chunks up to {facts.num_layers}. "
+                "Lower pp or pp_chunks."
+            )
     return problems

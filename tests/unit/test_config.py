@@ -244,7 +244,8 @@ def test_the_rest_of_the_processes_is_checked_like_a_number() -> None:
         (["model.num_heads=5"], ["model.", "num_heads=5", "dim=64"]),
         (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "auto, cpu"]),
         (["parallelism.timeout_s=0"], ["timeout_s=0"]),
-        (["parallelism.pp=2"], ["pp=2", "not available yet"]),
+        (["parallelism.cp=2"], ["cp=2", "not available yet"]),
+        (["parallelism.pp=2", "parallelism.pp_schedule=2f2b"], ["pp_schedule='2f2b'", "Interleaved1F1B"]),
         (["name=${nowhere}"], ["nowhere"]),
     ],
 )

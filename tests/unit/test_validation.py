@@ -36,7 +36,7 @@ def test_three_wrong_fields_give_three_messages_at_once() -> None:
 
 
 @pytest.mark.parametrize("degree", [2, -1, 0])
-@pytest.mark.parametrize(("axis", "name"), [("pp", "pipeline"), ("cp", "context")])
+@pytest.mark.parametrize(("axis", "name"), [("cp", "context")])
 def test_axes_that_are_not_there_yet_are_refused(axis: str, name: str, degree: int) -> None:
     degrees = {"dp_shard": 1, axis: degree}
     problems = problems_of(RunFacts(world_size=2), **degrees)

@@ -5,5 +5,6 @@ from titanplug.callbacks.layout_summary import LayoutSummary
 from titanplug.callbacks.loss_curve import LossCurve
 from titanplug.callbacks.run_summary import RunSummary
 from titanplug.callbacks.step_lines import StepLines
+from titanplug.callbacks.weight_average import WeightAverage
 
-__all__ = ["GradientNorm", "LayoutSummary", "LossCurve", "RunSummary", "StepLines"]
+__all__ = ["GradientNorm", "LayoutSummary", "LossCurve", "RunSummary", "StepLines", "WeightAverage"]

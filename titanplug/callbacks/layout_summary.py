@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -20,11 +23,37 @@ class LayoutSummary(Callback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         parameters = list(pl_module.parameters())  # a shared one comes once
-        total = sum(p.numel() for p in parameters)
         local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
-        held = sorted(int(row[0]) for row in gather_from_ranks(trainer, local))
+        everyone = gather_from_ranks(trainer, local, counted_here(trainer, parameters))
+        held, total = sorted(int(row[0]) for row in everyone), int(sum(row[1] for row in everyone))
         if trainer.is_global_zero:
             say(describe_layout(trainer, total, held))
+
+
+def counted_here(trainer: L.Trainer, parameters: list[nn.Parameter]) -> int:
+    """Numbers in the parameters that this rank counts for all: those of its pipeline stages, once."""
+    stages: Any = getattr(trainer.strategy, "pipeline", None)
+    if stages is None:
+        return sum(p.numel() for p in parameters) if trainer.is_global_zero else 0
+    mesh = trainer.strategy.mesh  # type: ignore[attr-defined]
+    if any(mesh.rank(axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")):
+        return 0
+    elsewhere = sum(
+        trainer.lightning_module.get_parameter(tied.alias).numel()
+        for tied in stages.tied
+        if tied.alias and stages.rank != tied.ranks[0]
+    )
+    return sum(p.numel() for p in parameters) - elsewhere
+
+
+def describe_stages(stages: Any) -> str:
+    """Schedule and modules of each pipeline stage."""
+    parts = []
+    for stage, positions in enumerate(stages.bounds):
+        first, last = stages.names[positions.start], stages.names[positions.stop - 1]
+        named = first if first == last else f"{first} to {last}"
+        parts.append(f"{stage} on pp rank {stages.stage_to_rank[stage]}: {named}")
+    return f"{stages.options.schedule}; stage " + "; ".join(parts)
 
 
 def describe_layout(trainer: L.Trainer, num_parameters: int, held: list[int]) -> str:
@@ -46,6 +75,9 @@ def describe_layout(trainer: L.Trainer, num_parameters: int, held: list[int]) ->
         ("Precision", str(trainer.precision)),
         ("Parameters", f"{num_parameters:,}; {on_ranks} on each rank"),
     ]
+    stages: Any = getattr(trainer.strategy, "pipeline", None)
+    if stages is not None:
+        lines.insert(1, ("Stages", describe_stages(stages)))
     return "\n".join(f"{name:<11}{text}" for name, text in lines)
 
 

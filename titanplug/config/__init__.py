@@ -49,6 +49,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "loss_curve": components.LossCurveConfig,
         "run_summary": components.RunSummaryConfig,
         "model_checkpoint": components.ModelCheckpointConfig,
+        "weight_average": components.WeightAverageConfig,
         "target": components.TargetConfig,
     },
     "logger": {"tensorboard": components.TensorBoardConfig, "csv": components.CSVConfig},

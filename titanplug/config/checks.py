@@ -147,7 +147,7 @@ def _count_devices(trainer: dict[str, Any], problems: list[str]) -> int:
 def _check_model(config: dict[str, Any], world_size: int, problems: list[str]) -> None:
     """Cross-checks of model, data, precision and layout; what is wrong goes to ``problems``."""
     model = config["model"] or {}
-    heads = None
+    heads = num_layers = None
     known_wrong = any(problem.startswith("model.") for problem in problems)
     if model.get("_target_") == TRANSFORMER and not known_wrong:
         try:
@@ -159,16 +159,21 @@ def _check_model(config: dict[str, Any], world_size: int, problems: list[str]) -
             problems += [f"model.{problem}" for problem in told]
         else:
             heads = (transformer.num_heads, transformer.kv_heads)
+            num_layers = transformer.num_layers
             problems += _data_problems(config, transformer)
     if (config["parallelism"] or {}).get("_target_") == STRATEGY and world_size > 0:
-        _check_layout(config, world_size, heads, problems)
+        _check_layout(config, world_size, heads, num_layers, problems)
 
 
 def _check_layout(
-    config: dict[str, Any], world_size: int, heads: tuple[int, int] | None, problems: list[str]
+    config: dict[str, Any],
+    world_size: int,
+    heads: tuple[int, int] | None,
+    num_layers: int | None,
+    problems: list[str],
 ) -> None:
     # Here and not above: importing it takes seconds, which a typo must not cost.
-    from titanplug.validation import RunFacts, validate_run
+    from titanplug.validation import PipelineFacts, RunFacts, validate_run
 
     layout, data = config["parallelism"], config["data"] or {}
     facts = RunFacts(
@@ -180,6 +185,16 @@ def _check_layout(
         batch_size=data.get("batch_size"),
         gradient_norm_type=layout["gradient_norm_type"],
         timeout_s=layout["timeout_s"],
+        num_layers=num_layers,
+        pipeline=PipelineFacts(
+            layout["pp_schedule"],
+            layout["pp_microbatches"],
+            layout["pp_chunks"],
+            layout["pp_split"],
+            layout["pp_first_weight"],
+            layout["pp_last_weight"],
+            layout["reshard_after_forward"],
+        ),
     )
     try:
         validate_run(facts, **{axis: layout[axis] for axis in AXES})

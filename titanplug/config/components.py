@@ -238,6 +238,26 @@ class RunSummaryConfig:
 
 
 @dataclass
+class WeightAverageConfig:
+    """A running average of the weights.
+
+    Args:
+        decay: part of the average that an update keeps, 0 to 1; null: all updates weigh alike.
+        start_step: optimizer steps at the start that are left out.
+        every_n_steps: optimizer steps from one update to the next.
+        use_for_evaluation: validate, test and predict with the average.
+        use_at_end: leave the average in the module after training.
+    """
+
+    _target_: str = "titanplug.callbacks.WeightAverage"
+    decay: float | None = 0.999
+    start_step: int = 0
+    every_n_steps: int = 1
+    use_for_evaluation: bool = True
+    use_at_end: bool = True
+
+
+@dataclass
 class ModelCheckpointConfig:
     """Checkpoints.
 

@@ -45,12 +45,19 @@ class TitanStrategyConfig:
         dp_replicate: copies of the model (HSDP).
         dp_shard: shards of the model (FSDP2); -1: the rest of the processes.
         tp: shards of each layer (tensor parallel).
-        pp: pipeline stages; only 1 in this version.
+        pp: ranks of the pipeline.
         cp: shards of the sequence (context parallel); only 1 in this version.
         sequence_parallel: under tp, shard hidden states between blocks over the sequence.
         loss_parallel: under tp, keep logits sharded over the vocabulary up to the loss.
         meta_init: build the model without memory and fill it module by module.
-        reshard_after_forward: free gathered parameters between forward and backward.
+        reshard_after_forward: free gathered parameters between forward and backward; null: yes without pp.
+        pp_schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV,
+            or the path of a CSV file.
+        pp_microbatches: parts of a batch; null: about twice pp.
+        pp_chunks: stages of a rank where the schedule interleaves; null: as the schedule has it.
+        pp_split: for each stage the names of its modules; null: balanced by cost.
+        pp_first_weight: cost of the modules before the layers, in layers; null: by their parameters.
+        pp_last_weight: cost of the modules after the layers, in layers; null: by their parameters.
         gradient_norm_type: p of the gradient norm, a number or "inf".
         check_peers: debug switch: tensor-parallel ranks must read the same batch and hold the same gradients
             of replicated weights, checked in every step.
@@ -68,7 +75,13 @@ class TitanStrategyConfig:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     meta_init: bool = False
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
+    pp_schedule: str = "Interleaved1F1B"
+    pp_microbatches: int | None = None
+    pp_chunks: int | None = None
+    pp_split: Any = None
+    pp_first_weight: float | None = None
+    pp_last_weight: float | None = None
     gradient_norm_type: float | str = 2.0
     error_if_nonfinite: bool = False
     check_peers: bool = False

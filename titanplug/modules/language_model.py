@@ -117,7 +117,8 @@ class LanguageModel(L.LightningModule):
             {"params": [p for p in parameters if p.dim() >= 2]},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = self.optimizer([group for group in groups if group["params"]])
+        # Both groups always: pipeline stages may have parameters of one kind only.
+        optimizer = self.optimizer(groups)
         if self.schedule is None:
             return optimizer
         num_steps = self.trainer.estimated_stepping_batches

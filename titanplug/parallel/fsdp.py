@@ -8,7 +8,7 @@ targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanplug.mesh import Mesh
-from titanplug.plan import ParallelPlan, modules_matching
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,25 @@ class ShardOptions:
     reshard_after_forward: bool = True
 
 
-def apply_fsdp(root: nn.Module, plan: ParallelPlan, mesh: Mesh, options: ShardOptions) -> list[FSDPModule]:
+def apply_fsdp(
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, options: ShardOptions
+) -> list[FSDPModule]:
     """Shard the parameters of ``root`` over the ``fsdp`` view, in place.
+
+    Args:
+        root: the module that is sharded.
+        blocks: modules of it that are units of their own, outer ones first.
+        mesh: the mesh.
+        options: the switches.
 
     Returns:
         The units, the root last.
-
-    Raises:
-        ConfigError: a pattern of ``plan.fsdp_units`` matches nothing.
     """
     # Inputs are cast by the precision plugin alone, so that a step sees the batch as it was given.
     policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
     units: list[FSDPModule] = []
     # Inner modules first: fully_shard takes what no earlier unit holds.
-    blocks = reversed(modules_matching(root, plan.fsdp_units, "fsdp_units").values())
-    for module in [*blocks, root]:
+    for module in [*reversed(blocks), root]:
         fully_shard(
             module,
             mesh=mesh.hsdp,
@@ -98,6 +101,40 @@ def free_gathered(units: list[FSDPModule]) -> None:
         for group in _param_groups(unit):
             if group.is_unsharded:
                 group._to_sharded()  # unit.reshard() would do nothing inside the root's forward
+
+
+def gather_for_step(units: list[FSDPModule]) -> None:
+    """Gather all parameters for a step of several forwards and backwards, as a pipeline runs them.
+
+    Until :func:`finish_step` nothing is freed or reduced; gradients are added up on the whole parameters.
+    """
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+        unit.set_reshard_after_backward(False, recurse=False)
+        unit.set_is_last_backward(False)
+    handles = [unit.unshard(async_op=True) for unit in units]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+
+
+def finish_step(units: list[FSDPModule], *, reduce: bool) -> None:
+    """After the last backward of a step: free the parameters, and reduce the gradients if asked.
+
+    Args:
+        units: of :func:`gather_for_step`.
+        reduce: False keeps the gradients whole on this rank, for the next step to add to.
+    """
+    if not units:
+        return
+    for unit in units:
+        unit.set_requires_gradient_sync(reduce, recurse=False)
+        unit.set_reshard_after_backward(True, recurse=False)
+        unit.set_is_last_backward(True)
+    root: Any = units[-1]._get_fsdp_state()
+    # What a backward of the root would end with; no single backward is the last of a pipeline's step.
+    root._root_post_backward_final_callback()
+    set_gradient_sync(units, True)
 
 
 def register_backward(units: list[FSDPModule], loss: Tensor) -> None:

@@ -7,8 +7,9 @@ shards; what is communicated is one number (the norm) and one flat buffer (parti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -40,10 +41,19 @@ class GradientGroup:
     num_copies: int
 
 
-def group_by_copies(parameters: Iterable[nn.Parameter], world_size: int) -> list[GradientGroup]:
+def group_by_copies(
+    parameters: Iterable[nn.Parameter],
+    num_ranks: int,
+    num_stages: Mapping[nn.Parameter, int] = MappingProxyType({}),
+) -> list[GradientGroup]:
     """Group parameters by the number of ranks that hold the same shard of each.
 
     Summed over all ranks and divided by this number, every element counts once, whatever the layout.
+
+    Args:
+        parameters: of this rank.
+        num_ranks: ranks that hold this rank's pipeline stages; all ranks without pipeline.
+        num_stages: for parameters that several ranks of the pipeline hold, how many.
     """
     groups: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -54,7 +64,8 @@ def group_by_copies(parameters: Iterable[nn.Parameter], world_size: int) -> list
                 for dim, placement in enumerate(parameter.placements)
                 if not placement.is_replicate()  # plain and strided shards
             )
-        groups.setdefault(world_size // shards, []).append(parameter)
+        copies = num_ranks * num_stages.get(parameter, 1) // shards
+        groups.setdefault(copies, []).append(parameter)
     return [GradientGroup(members, copies) for copies, members in groups.items()]
 
 

@@ -58,16 +58,32 @@ def _local_leaf(parameter: DTensor) -> Tensor:
     owner = weakref.ref(parameter)
 
     def hand_over(leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
         parameter = owner()
-        assert parameter is not None and grad is not None
-        own = parameter.grad
-        if own is None:
-            parameter.grad = dtensor_like(grad, parameter._spec)
-        else:
-            assert isinstance(own, DTensor)
-            own._local_tensor.add_(grad)
+        assert parameter is not None
+        hand_over_gradient(parameter, leaf)
 
     leaf.register_post_accumulate_grad_hook(hand_over)
     parameter._titanplug_leaf = leaf  # type: ignore[attr-defined]
     return leaf
+
+
+def graph_leaf(parameter: Tensor) -> Tensor:
+    """The tensor that stands for a parameter in autograd's graph: its local leaf, or itself."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return parameter
+    leaf: Tensor = getattr(parameter, "_titanplug_leaf", parameter)
+    return leaf
+
+
+def hand_over_gradient(parameter: Tensor, leaf: Tensor) -> None:
+    """Add the gradient of a parameter's :func:`graph_leaf` to the parameter's own."""
+    if leaf is parameter or leaf.grad is None:
+        return
+    assert isinstance(parameter, DTensor)
+    grad, leaf.grad = leaf.grad, None
+    own = parameter.grad
+    if own is None:
+        parameter.grad = dtensor_like(grad, parameter._spec)
+    else:
+        assert isinstance(own, DTensor)
+        own._local_tensor.add_(grad)

@@ -1,10 +1,11 @@
 """All techniques in their order, on one page.
 
-tensor -> (context) -> (activation checkpointing) -> (compile) -> FSDP2 -> (pipeline stages)
+pipeline stages -> tensor -> (context) -> (activation checkpointing) -> (compile) -> FSDP2
 
-Those in brackets come with their own issues. The order matters: FSDP must see the final parameters (DTensors
-of the tensor axis) and the final forward of each unit; a module is compiled after everything that
-changes its forward and before the hooks of FSDP are put around it.
+Those in brackets come with their own issues. The order matters: what isn't this rank's is left out first, so
+that nothing is done to it; FSDP must see the final parameters (DTensors of the tensor axis) and the final
+forward of each unit; a module is compiled after everything that changes its forward and before the hooks of
+FSDP are put around it. Plans are checked against the whole module, before anything is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -22,9 +24,21 @@ from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh
 from titanplug.parallel.fsdp import ShardOptions, apply_fsdp, finish_fsdp
 from titanplug.parallel.initialise import broadcast_values, materialize
+from titanplug.parallel.pipeline.stages import (
+    PipelineOptions,
+    PipelineStages,
+    apply_pipeline_split,
+    enter_stages_first,
+)
+from titanplug.parallel.pipeline.tied import tie_stages
 from titanplug.parallel.styles import TensorOptions
-from titanplug.parallel.tensor import TensorParallelized, apply_tensor_parallel
-from titanplug.plan import ParallelPlan
+from titanplug.parallel.tensor import (
+    TensorParallelized,
+    apply_tensor_parallel,
+    resolve_styles,
+    validate_styles,
+)
+from titanplug.plan import ParallelPlan, modules_matching
 
 
 @dataclass
@@ -36,6 +50,8 @@ class Parallelized:
         plan: the plan that was followed.
         tensor: what tensor parallel left to do after backward.
         fsdp_units: the FSDP units, the root last; empty where there is one data-parallel rank.
+        pipeline: the pipeline stages of this rank; None without pipeline.
+        tied: parameters that ranks of the pipeline share, with the group of their holders.
         options: the switches it was laid out with, by their names.
     """
 
@@ -43,6 +59,8 @@ class Parallelized:
     plan: ParallelPlan
     tensor: TensorParallelized = field(default_factory=TensorParallelized)
     fsdp_units: list[FSDPModule] = field(default_factory=list)
+    pipeline: PipelineStages | None = None
+    tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
     def partial_parameters(self, root: nn.Module) -> list[nn.Parameter]:
@@ -60,6 +78,7 @@ def parallelize(
     seed: int,
     tensor: TensorOptions,
     shard: ShardOptions,
+    pipeline: PipelineOptions,
 ) -> Parallelized:
     """Lay ``root`` out over ``mesh``, in place, and give it its initial weights.
 
@@ -72,26 +91,46 @@ def parallelize(
         seed: the run's seed, for weights on the meta device.
         tensor: switches of tensor parallel.
         shard: switches of FSDP.
+        pipeline: how to cut into pipeline stages.
 
     Raises:
         ConfigError: the module is sharded already, the plan doesn't fit it, or weights on the meta device
             can't be filled.
     """
     _require_whole(root)
-    result = Parallelized(mesh, plan, options=switches(mesh, tensor, shard))
+    dims = mesh.dims
+    shards = mesh["fsdp"].size() * dims.dp_replicate > 1
+    result = Parallelized(mesh, plan, options=switches(mesh, tensor, shard, pipeline))
+    styles = resolve_styles(root, plan) if dims.tp > 1 else {}
+    if styles:
+        validate_styles(root, styles, dims.tp)
+    blocks = modules_matching(root, plan.fsdp_units, "fsdp_units") if shards else {}
     broadcast_values(root, device)
-    if mesh.dims.tp > 1:
-        result.tensor = apply_tensor_parallel(root, plan, mesh["tp"], tensor)
-    if mesh["fsdp"].size() * mesh.dims.dp_replicate > 1:
-        result.fsdp_units = apply_fsdp(root, plan, mesh, shard)
+    if dims.pp > 1:
+        modules = dict(root.named_modules())
+        result.pipeline = apply_pipeline_split(root, plan.pipeline, dims.pp, mesh.rank("pp"), pipeline)
+        here = {name for name, module in root.named_modules() if modules.get(name) is module}
+        styles = {name: style for name, style in styles.items() if name in here}
+        blocks = {name: module for name, module in blocks.items() if name in here}
+    if dims.tp > 1:
+        result.tensor = apply_tensor_parallel(root, styles, mesh["tp"], tensor)
+    if shards:
+        result.fsdp_units = apply_fsdp(root, list(blocks.values()), mesh, shard)
     materialize(root, device, seed)
     finish_fsdp(result.fsdp_units)
+    if result.pipeline is not None:
+        enter_stages_first(result.pipeline)
+        result.tied = tie_stages(root, result.pipeline, mesh)
     return result
 
 
-def switches(mesh: Mesh, tensor: TensorOptions, shard: ShardOptions) -> dict[str, Any]:
+def switches(
+    mesh: Mesh, tensor: TensorOptions, shard: ShardOptions, pipeline: PipelineOptions
+) -> dict[str, Any]:
     """The switches that make a difference on ``mesh``, by their names."""
     used: list[Any] = []
+    if mesh.dims.pp > 1:
+        used.append(pipeline)
     if mesh.dims.tp > 1:
         used.append(tensor)
     if mesh["fsdp"].size() * mesh.dims.dp_replicate > 1:

@@ -12,6 +12,7 @@ sums over the axis. They are left local in backward and reduced in one collectiv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -47,24 +48,21 @@ class TensorParallelized:
 
 
 def apply_tensor_parallel(
-    root: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, options: TensorOptions
+    root: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh, options: TensorOptions
 ) -> TensorParallelized:
     """Distribute the parameters of ``root`` over the axis and let its modules run on shards, in place.
 
     Args:
-        root: the module that the plan's names are relative to; its parameters must be equal on all
-            ranks, or on the meta device.
-        plan: styles by pattern.
+        root: the module that the names of ``styles`` are relative to; its parameters must be equal on
+            all ranks, or on the meta device.
+        styles: from :func:`resolve_styles`, of the modules that this rank has.
         mesh: the one-dimensional mesh of the ``tp`` axis.
         options: the switches.
 
     Raises:
-        ConfigError: a pattern matches nothing, a style doesn't fit its module, a dimension isn't
-            divisible, or a parameter is under no style. All at once.
+        ConfigError: modules that share a weight split it in two ways.
     """
     group = AxisGroup.of(mesh)
-    styles = resolve_styles(root, plan)
-    validate_styles(root, styles, group.size)
     result = TensorParallelized(group=group)
     tied: dict[nn.Parameter, nn.Parameter] = {}
     prepared = [name for name, style in styles.items() if isinstance(style, PrepareModuleInput)]
@@ -87,7 +85,11 @@ def apply_tensor_parallel(
 
 
 def resolve_styles(root: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """Style by module name. Where several patterns match a module, the last one in the plan holds."""
+    """Style by module name. Where several patterns match a module, the last one in the plan holds.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
     styles: dict[str, Style] = {}
     problems: list[str] = []
     for pattern, style in plan.tensor.items():

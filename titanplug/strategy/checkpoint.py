@@ -34,10 +34,12 @@ from titanplug.strategy.checkpoint_files import (
     writing_path,
 )
 from titanplug.strategy.checkpoint_reader import MODEL_KEY, CheckpointReader, Position
+from titanplug.strategy.checkpoint_stages import CheckpointNames
 from titanplug.strategy.checkpoint_state import loader_states, model_state, optimizer_state
 
 __all__ = [
     "CheckpointError",
+    "CheckpointNames",
     "consolidate",
     "load",
     "loader_states",
@@ -47,16 +49,19 @@ __all__ = [
 ]
 
 _EXTRA = "extra_states"
+LIKE_PARAMETERS = "parameter_like"
+"""Where callbacks put tensors that are laid out as parameters are: ``{group: {parameter name: tensor}}``."""
 _OPTIMIZERS = "optimizer_states"
 
 
-def save(checkpoint: dict[str, Any], path: Path, position: Position) -> None:
+def save(checkpoint: dict[str, Any], path: Path, position: Position, names: CheckpointNames) -> None:
     """Write Lightning's ``checkpoint`` as the directory ``path``; a collective.
 
     Args:
         checkpoint: what ``Trainer.save_checkpoint`` gathered on this rank.
         path: where it shall appear; equal on all ranks. What is there is replaced.
         position: this rank's, for loaders with a state.
+        names: of the module's parameters.
 
     Raises:
         CheckpointError: a rank could not write; on all ranks. What was at ``path`` is still there.
@@ -68,13 +73,19 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position) -> None:
             rest = states.without_loader_states(checkpoint)
             model = rest.pop(MODEL_KEY)
             tensors: dict[str, Any] = {MODEL_KEY: states.tensors_of(model)}
-            rest[_EXTRA] = {name: model[name] for name in model.keys() - tensors[MODEL_KEY].keys()}
-            if _OPTIMIZERS in rest:
-                split = [states.split_tensors(state) for state in rest[_OPTIMIZERS]]
-                rest[_OPTIMIZERS] = [plain for plain, _ in split]
-                tensors |= {_optimizer_key(i): state for i, (_, state) in enumerate(split)}
+            extra = {name: model[name] for name in model.keys() - tensors[MODEL_KEY].keys()}
+            split = [states.split_tensors(state) for state in rest.get(_OPTIMIZERS, [])]
+            tensors |= {_optimizer_key(i): state for i, (_, state) in enumerate(split)}
+            for group, values in rest.get(LIKE_PARAMETERS, {}).items():
+                tensors[_like_key(group)] = values
             if loaders := states.loader_states(checkpoint):
                 tensors[states.loader_key(*position)] = states.pack(loaders)
+        with agreed(f"preparing {path}"):
+            rest[_EXTRA] = names.whole_dict(extra)
+            if _OPTIMIZERS in rest:
+                rest[_OPTIMIZERS] = [names.whole_optimizer(plain) for plain, _ in split]
+            if LIKE_PARAMETERS in rest:
+                rest[LIKE_PARAMETERS] = list(rest[LIKE_PARAMETERS])
             if is_first():
                 discard(aside)
                 aside.mkdir(parents=True)
@@ -98,6 +109,7 @@ def load(
     module: nn.Module,
     optimizers: list[Optimizer],
     position: Position,
+    names: CheckpointNames,
     *,
     strict: bool = True,
     weights_only: bool | None = None,
@@ -109,6 +121,7 @@ def load(
         module: the laid-out module.
         optimizers: whose states to load; empty for evaluation.
         position: as in :func:`save`.
+        names: as in :func:`save`.
         strict: the checkpoint must have every entry of the module and no others.
         weights_only: False allows any Python object in the checkpoint; only for files that you
             trust.
@@ -121,18 +134,21 @@ def load(
     """
     with agreed(f"reading {path}"):
         if path.is_file():
-            return _load_file(path, module, optimizers, strict, weights_only)
+            return _load_file(path, module, optimizers, names, strict, weights_only)
         require_checkpoint(path)
         rest: dict[str, Any] = load_plain(path / META_FILE, weights_only)
         reader = CheckpointReader(path, weights_only)
     # Every rank has found the same files: from here on they fail alike, or torch tells them.
     with agreed(f"loading {path}"):
-        reader.read_model(module, rest.pop(_EXTRA), strict)
+        reader.read_model(module, names, rest.pop(_EXTRA), strict)
         saved = rest.pop(_OPTIMIZERS, None)
         if optimizers:
             _require_optimizers(path, saved, len(optimizers))
         for index, optimizer in enumerate(optimizers):
-            reader.read_optimizer(_optimizer_key(index), saved[index], module, optimizer)
+            reader.read_optimizer(_optimizer_key(index), saved[index], names, optimizer)
+        if LIKE_PARAMETERS in rest:
+            groups = rest[LIKE_PARAMETERS]
+            rest[LIKE_PARAMETERS] = {g: reader.read_like_parameters(_like_key(g), names) for g in groups}
         loaders = reader.read_loaders(position)
         if loaders is not None:
             states.put_loader_states(rest, loaders)
@@ -168,6 +184,8 @@ def consolidate(path: Path | str, output: Path | str) -> Path:
         groups = [group["params"] for group in plain["param_groups"]]
         named = states.join_tensors(plain, tensors)
         whole[_OPTIMIZERS][index] = states.count_parameters(named, groups)
+    if LIKE_PARAMETERS in whole:
+        whole[LIKE_PARAMETERS] = {g: reader.read_whole(_like_key(g)) for g in whole[LIKE_PARAMETERS]}
     loaders = reader.read_loaders((0, 1), required=False)
     if loaders is not None:
         states.put_loader_states(whole, loaders)
@@ -182,6 +200,7 @@ def _load_file(
     path: Path,
     module: nn.Module,
     optimizers: list[Optimizer],
+    names: CheckpointNames,
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
@@ -189,7 +208,7 @@ def _load_file(
     whole = rest.pop(MODEL_KEY)
     wanted = states.model_state(module)
     if strict:
-        states.require_same_names(wanted, whole, path)
+        states.require_same_names([*wanted, *names.entries], whole, path)
     found: dict[str, Any] = {
         name: states.shard_like(value, wanted[name], name) for name, value in whole.items() if name in wanted
     }
@@ -198,7 +217,14 @@ def _load_file(
     if optimizers:
         _require_optimizers(path, saved, len(optimizers))
     for optimizer, counted in zip(optimizers, saved or [], strict=False):
-        optimizer.load_state_dict(states.shard_state(counted, optimizer))
+        own = names.own_counted(counted, states.group_names(names, optimizer))
+        optimizer.load_state_dict(states.shard_state(own, optimizer))
+    for group, values in rest.get(LIKE_PARAMETERS, {}).items():
+        rest[LIKE_PARAMETERS][group] = {
+            name: states.shard_like(values[name], parameter, name)
+            for name, parameter in names.parameters.items()
+            if name in values
+        }
     return rest
 
 
@@ -214,6 +240,10 @@ def _require_optimizers(path: Path, saved: list[Any] | None, number: int) -> Non
             f"{path} holds the states of {len(saved)} optimizers, the module has {number}. Return the "
             "optimizers from configure_optimizers that it had when it was saved."
         )
+
+
+def _like_key(group: str) -> str:
+    return f"{LIKE_PARAMETERS}.{group}"
 
 
 def _optimizer_key(index: int) -> str:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from titanplug.strategy import checkpoint_state as states
 from titanplug.strategy.checkpoint_files import CheckpointError, require_plain_metadata
+from titanplug.strategy.checkpoint_stages import CheckpointNames
 
 MODEL_KEY = "state_dict"
 Position = tuple[int, int]
@@ -44,25 +45,27 @@ class CheckpointReader:
         require_plain_metadata(path)
         self._metadata: Metadata = self._files.read_metadata()
 
-    def read_model(self, module: nn.Module, extra: dict[str, Any], strict: bool) -> None:
+    def read_model(
+        self, module: nn.Module, names: CheckpointNames, extra: dict[str, Any], strict: bool
+    ) -> None:
         """Read parameters and buffers into ``module``; ``extra`` are states that aren't tensors."""
         wanted = states.model_state(module)
         found = set(states.names_under(MODEL_KEY, self._metadata))
         if strict:
-            states.require_same_names(wanted, found | extra.keys(), self._path)
+            states.require_same_names([*wanted, *names.entries], found | extra.keys(), self._path)
         tensors = {name: value for name, value in wanted.items() if name in found}
         self._fill({MODEL_KEY: tensors})
         rest = {name: value for name, value in extra.items() if name in wanted}
         set_model_state_dict(module, tensors | rest, options=StateDictOptions(strict=strict))
 
     def read_optimizer(
-        self, key: str, plain: dict[str, Any], module: nn.Module, optimizer: Optimizer
+        self, key: str, plain: dict[str, Any], names: CheckpointNames, optimizer: Optimizer
     ) -> None:
         """Read a state into ``optimizer``; ``plain`` is what isn't tensors of it."""
-        names = states.parameter_names(module)
-        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        groups = states.group_names(names, optimizer)
+        plain = names.own_optimizer(plain)
         states.require_same_groups([group["params"] for group in plain["param_groups"]], groups)
-        parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+        parameters = names.parameters
         tensors = {
             name: {entry: self._room(f"{key}.{name}.{entry}", parameters[name]) for entry in entries}
             for name, entries in plain["tensors"].items()
@@ -70,6 +73,14 @@ class CheckpointReader:
         self._fill({key: tensors})
         named = states.join_tensors(plain, tensors)
         optimizer.load_state_dict(states.count_parameters(named, groups))
+
+    def read_like_parameters(self, key: str, names: CheckpointNames) -> dict[str, Tensor]:
+        """Entries below ``key``, each laid out as this rank's parameter of that name."""
+        parameters = names.parameters
+        found = [name for name in states.names_under(key, self._metadata) if name in parameters]
+        entries = {name: self._room(f"{key}.{name}", parameters[name]) for name in found}
+        self._fill({key: entries})
+        return entries
 
     def read_loaders(self, position: Position, required: bool = True) -> Any:
         """The states of this rank's loaders; None where none were saved."""

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from titanplug.strategy.checkpoint_files import CheckpointError
+from titanplug.strategy.checkpoint_stages import CheckpointNames
 
 _LOADER_KEY = "loaders of data-parallel rank "
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 # ---------------------------------------------------------------------------------------
@@ -83,19 +83,22 @@ def names_under(key: str, metadata: Metadata) -> list[str]:
 # ---------------------------------------------------------------------------------------
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(names: CheckpointNames, optimizer: Optimizer) -> dict[str, Any]:
     """State and groups of an optimizer as torch writes them, but with names for numbers.
 
     Nothing is made up for parameters that have no state yet, and the optimizer is left alone.
     (torch's own function takes a step with zero gradients to find out, and Adam counts it.)
     """
-    names = parameter_names(module)
+    groups = zip(optimizer.param_groups, group_names(names, optimizer), strict=True)
     return {
-        "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items()},
-        "param_groups": [
-            {**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups
-        ],
+        "state": {names.name_of(p): dict(state) for p, state in optimizer.state.items()},
+        "param_groups": [{**group, "params": own} for group, own in groups],
     }
+
+
+def group_names(names: CheckpointNames, optimizer: Optimizer) -> list[list[str]]:
+    """Names of this rank's parameters in each of an optimizer's groups."""
+    return [[names.name_of(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def split_tensors(named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -176,14 +179,6 @@ def _shard_beside(value: Tensor, parameter: nn.Parameter) -> Tensor:
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return shard_like(value, parameter, "state")
     return value.clone()  # the optimizer writes to it, and it may be mapped from the file
-
-
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Name by ``id`` of each parameter, without wrappers, as in the state of the model."""
-    return {
-        id(parameter): ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        for name, parameter in module.named_parameters()
-    }
 
 
 def _holds_tensors(value: Any) -> bool:

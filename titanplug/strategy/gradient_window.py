@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from titanplug.parallel.gradients import (
     scale_gradients,
 )
 from titanplug.parallel.parallelize import Parallelized
+from titanplug.parallel.pipeline.tied import reduce_tied_gradients
 from titanplug.strategy.loaders import Share
 from titanplug.strategy.loss_weights import LossWeights
 
@@ -35,7 +37,6 @@ class GradientWindow:
     Args:
         module: the laid-out module.
         layout: how it is laid out.
-        world_size: number of all ranks.
         device: this rank's device.
         norm_type: p of the gradient norm.
         error_if_nonfinite: stop all ranks before a step with a NaN or infinite norm.
@@ -45,7 +46,6 @@ class GradientWindow:
         self,
         module: nn.Module,
         layout: Parallelized,
-        world_size: int,
         device: torch.device,
         *,
         norm_type: float,
@@ -53,14 +53,12 @@ class GradientWindow:
     ) -> None:
         self._module = module
         self._layout = layout
-        self._world_size = world_size
         self._device = device
         self._norm_type = norm_type
         self._error_if_nonfinite = error_if_nonfinite
         loss = layout.mesh["loss"]
         self._weights = LossWeights(loss.get_group(), loss.size())
         self._share = Share(1, None)
-        self._length = 1
         self._open = False
         self._norms: dict[int, Tensor] = {}
         self._checked: set[int] = set()
@@ -82,11 +80,23 @@ class GradientWindow:
 
     def scale(self, loss: Tensor, length: int) -> Tensor:
         """The latest loss as it goes into backward; ``length`` batches are in a full window."""
+        self.open()
+        return self._weights.scale(loss, length)
+
+    def open(self) -> None:
+        """A backward is about to start; further ones of the window may follow."""
         if not self._open:
             self._reopen()
-        self._open, self._length = True, length
+        self._open = True
         self._norms, self._checked = {}, set()
-        return self._weights.scale(loss, length)
+
+    def scale_part(self, loss: Tensor, count: int | Tensor, length: int) -> Tensor:
+        """The loss of a microbatch as it goes into backward; see :meth:`LossWeights.scale_part`."""
+        return self._weights.scale_part(loss, count, self._share.total, length)
+
+    def add_batch(self, count: int | Tensor, length: int) -> None:
+        """Count a batch of microbatches; see :meth:`LossWeights.add_batch`."""
+        self._weights.add_batch(count, self._share.total, length)
 
     def scale_alone(self, loss: Tensor) -> Tensor:
         """A loss of manual optimization, which is a mean over the samples of the running step.
@@ -109,7 +119,8 @@ class GradientWindow:
             if self._partial is None:
                 self._partial = self._layout.partial_parameters(self._module)
             reduce_partial_gradients(self._partial, group)
-        factor = self._weights.correction(self._length, self._device)
+        reduce_tied_gradients(self._layout.tied)
+        factor = self._weights.correction(self._device)
         if factor is not None:
             scale_gradients([p for opt in optimizers for p in _parameters(opt)], factor)
         self._weights.reset()
@@ -120,6 +131,10 @@ class GradientWindow:
         if self._partial and group is not None and group.rank > 0:
             for grad in local_gradients(self._partial):
                 grad.zero_()
+        for parameter, holders in self._layout.tied:
+            if dist.get_rank(holders) > 0:
+                for grad in local_gradients([parameter]):
+                    grad.zero_()
 
     def norm(self, optimizer: Optimizer) -> Tensor:
         """Global norm of the gradients of ``optimizer``, before clipping; a collective, cached."""
@@ -161,7 +176,9 @@ class GradientWindow:
         known = self._groups.get(id(optimizer))
         # Callbacks that unfreeze layers add parameters to an optimizer.
         if known is None or known[0] != len(parameters):
-            known = (len(parameters), group_by_copies(parameters, self._world_size))
+            dims = self._layout.mesh.dims
+            stages = {parameter: dist.get_world_size(holders) for parameter, holders in self._layout.tied}
+            known = (len(parameters), group_by_copies(parameters, dims.world_size // dims.pp, stages))
             self._groups[id(optimizer)] = known
         return known[1]
 

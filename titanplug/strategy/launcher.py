@@ -21,6 +21,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _basic_subprocess_cmd,
     _hydra_subprocess_cmd,
 )
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -38,8 +39,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     Under torchrun, Slurm and their like it starts nothing.
     """
 
-    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        check_module: Callable[[LightningModule], None] | None = None,
+    ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
+        self._check_module = check_module
         self.weights_only: bool | None = None
         """What the running Trainer call was given; Lightning loses it on the way to the strategy."""
         self._require_world()
@@ -49,11 +57,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Start the other processes once, then run ``function`` in this one.
 
         Raises:
+            ConfigError: the module can't be laid out; before any process starts.
             RankError: another rank failed first.
             TitanplugError: the other processes have ended, after an error in an earlier call.
         """
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         self.weights_only = given.get("weights_only")
+        if self._check_module is not None and isinstance(given.get("model"), LightningModule):
+            self._check_module(given["model"])
         _limit_threads(self.num_processes)
         if not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
             self._start_children()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchmetrics import Metric
 
 from titanplug.errors import TitanplugError
 
@@ -75,6 +77,37 @@ class LogEntry:
         elif self.kind == "mean" and weight == 0:
             value = torch.zeros_like(value)
         self.value, self.weight = value, weight
+
+
+def merge_entries(parts: Sequence[Sequence[LogEntry]]) -> list[LogEntry]:
+    """What a step logged on its microbatches, as one step on the whole batch would have.
+
+    Args:
+        parts: for each microbatch its entries, weighed.
+    """
+    by_key: dict[tuple[str, str], list[LogEntry]] = {}
+    for entries in parts:
+        for entry in {(entry.hook, entry.name): entry for entry in entries}.values():
+            by_key.setdefault((entry.hook, entry.name), []).append(entry)
+    return [_merged(entries) for entries in by_key.values()]
+
+
+def _merged(entries: list[LogEntry]) -> LogEntry:
+    first = entries[0]
+    if isinstance(first.value, Metric):
+        return first
+    values = torch.stack([entry.value for entry in entries])
+    weights: Any = sum(entry.weight for entry in entries)
+    if first.kind == "mean":
+        shares = torch.stack([torch.as_tensor(e.weight, dtype=torch.float64) for e in entries]).to(
+            values.device
+        )
+        value = ((values.double() * shares).sum() / shares.sum().clamp_min(1e-300)).to(values.dtype)
+    elif first.kind == "sum":
+        value = values.sum()
+    else:
+        value = values.max() if first.kind == "max" else values.min()
+    return replace(first, value=value, weight=weights)
 
 
 def reduce_entries(

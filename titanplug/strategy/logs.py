@@ -74,6 +74,8 @@ class StepLogs:
         self._log: Callable[..., None] = module.log
         self._entries: list[LogEntry] | None = None
         self._samples = 1
+        self._in_parts = False
+        """A step runs in parts, of which other ranks will learn: all that it logs is recorded."""
         self.replaying: LogEntry | None = None
         """The entry that is being passed on to Lightning, which needs no reduction now."""
         self._unreduced: dict[int, LogEntry] = {}
@@ -122,6 +124,9 @@ class StepLogs:
     def record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for ``LightningModule.log``; the same arguments."""
         options = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        if self._in_parts and isinstance(value, Metric) and self._entries is not None:
+            self._entries.append(LogEntry(self._module._current_fx_name or "", name, value, options))
+            return
         if options.get("rank_zero_only") or options.get("sync_dist_group") is not None:
             self._log(name, value, **options)
             return
@@ -160,9 +165,29 @@ class StepLogs:
         for entry in entries:
             self._pass_on(entry)
 
+    def start_part(self) -> None:
+        """A microbatch of a step begins."""
+        self._entries, self._in_parts = [], True
+
+    def take_part(self, samples: int, loss: Any = None, count: int | Tensor = 0) -> list[LogEntry]:
+        """What the microbatch logged, weighed; see :meth:`finish`."""
+        entries, self._entries, self._in_parts = self._entries or [], None, False
+        for entry in entries:
+            if not isinstance(entry.value, Metric):
+                entry.weigh(samples, self._device, loss, count)
+        return entries
+
+    def finish_parts(self, entries: list[LogEntry]) -> None:
+        """The step is done on all stages: pass on what its microbatches logged together, on every rank."""
+        self._keys.update(f"{entry.hook}.{entry.name}" for entry in entries)
+        numbers = [entry for entry in entries if not isinstance(entry.value, Metric)]
+        self._reduce(numbers, _STEP_END)
+        for entry in entries:
+            self._pass_on(entry)
+
     def discard(self) -> None:
         """Forget what was recorded, after an error in a step."""
-        self._entries = None
+        self._entries, self._in_parts = None, False
 
     def _end_batch(self) -> None:
         """Before Lightning writes the values of the batch: reduce what hooks and earlier steps logged."""
@@ -214,6 +239,10 @@ class StepLogs:
         """Hand an entry to Lightning, as logged by the hook that logged it."""
         module, results = self._module, self._trainer._results
         hook, module._current_fx_name = module._current_fx_name, entry.hook
+        if isinstance(entry.value, Metric):
+            self._log(entry.name, entry.value, **{**entry.options, "batch_size": entry.weight})
+            module._current_fx_name = hook
+            return
         self.replaying = entry
         try:
             options = {**entry.options, "sync_dist": True, "batch_size": entry.weight}

@@ -38,10 +38,12 @@ class LossWeights:
         self._counts: list[int | Tensor] = []
         self._totals: list[int | None] = []
         self._provisional = 1.0
+        self._is_exact = False
 
     def reset(self) -> None:
         """Start a new window."""
         self._counts, self._totals = [], []
+        self._is_exact = False
 
     def add(self, num_samples: int, total: int | None, output: Any) -> Any:
         """Count one step's loss.
@@ -57,30 +59,24 @@ class LossWeights:
         Raises:
             ConfigError: ``num_targets`` is not a single number.
         """
-        targets = output.get("num_targets") if isinstance(output, Mapping) else None
-        if self._counts and (targets is None) == isinstance(self._counts[-1], Tensor):
+        output, count = counted(num_samples, output)
+        self.add_count(count, total)
+        return output
+
+    def add_count(self, count: int | Tensor, total: int | None) -> None:
+        """Count one step's loss, of which the count is known: samples, or targets as a 0-dim tensor.
+
+        Raises:
+            ConfigError: the window has counts of the other kind.
+        """
+        if self._counts and isinstance(count, Tensor) != isinstance(self._counts[-1], Tensor):
             raise ConfigError(
                 "training_step returned `num_targets` for some batches of an accumulation window and not "
                 "for others; a mean over samples and a mean over targets can't be added. Return it always "
                 "or never."
             )
-        if targets is None:
-            self._counts.append(num_samples)
-            self._totals.append(total)
-            return _without_loss(output) if num_samples == 0 else output
-        loss = output["loss"]
-        count = torch.as_tensor(targets, device=loss.device).detach()
-        if count.numel() != 1:
-            raise ConfigError(
-                f"training_step returned num_targets of shape {tuple(count.shape)}: it is one number, how "
-                "many targets the loss is a mean over. Sum it."
-            )
-        count = count.reshape(())
-        if num_samples == 0:
-            count = torch.zeros_like(count)
         self._counts.append(count)
-        self._totals.append(None)
-        return {**output, "loss": _zero_if_empty(loss, count)}
+        self._totals.append(None if isinstance(count, Tensor) else total)
 
     @property
     def count(self) -> int | Tensor:
@@ -102,12 +98,44 @@ class LossWeights:
             return loss if factor == 1.0 else loss * factor
         if window == 1:
             share = torch.as_tensor(count, dtype=torch.float64, device=loss.device)
-            self._provisional = 1.0
+            self._provisional, self._is_exact = 1.0, True
             return loss * (share / self._sum(share).clamp_min(1.0)).to(loss.dtype)
         self._provisional = float(window * self._size)
         return loss * (torch.as_tensor(count, device=loss.device) / self._size).to(loss.dtype)
 
-    def correction(self, window: int, device: torch.device) -> Tensor | None:
+    def scale_part(self, loss: Tensor, count: int | Tensor, total: int | None, window: int) -> Tensor:
+        """The loss of a microbatch as it goes into backward, before the counts of its batch are known.
+
+        Args:
+            loss: a mean over ``count``.
+            count: samples, or targets, of the microbatch.
+            total: samples of the batch on all ranks; None where unknown.
+            window: batches in a full accumulation window.
+        """
+        divisor = self._divisor(count, total, window)
+        return loss * (torch.as_tensor(count, dtype=torch.float64, device=loss.device) / divisor).to(
+            loss.dtype
+        )
+
+    def add_batch(self, count: int | Tensor, total: int | None, window: int) -> None:
+        """Count a batch whose microbatches went through :meth:`scale_part`, on this rank or on another.
+
+        Args:
+            count: samples, or targets, of all its microbatches.
+            total: as there.
+            window: as there.
+        """
+        self._provisional = self._divisor(count, total, window)
+        self._is_exact = False
+        self.add_count(count, total)
+
+    def _divisor(self, count: int | Tensor, total: int | None, window: int) -> float:
+        if self._counts:
+            return self._provisional
+        known = total is not None and not isinstance(count, Tensor)
+        return float(max(total or 0, 1) if known else self._size) * window
+
+    def correction(self, device: torch.device) -> Tensor | None:
         """Factor for the gradients at the end of the window; None where they are right already."""
         counts, totals = self._counts, self._totals
         if not counts:
@@ -116,7 +144,7 @@ class LossWeights:
         if len(known) == len(totals):
             factor = self._provisional / max(sum(known), 1)
             return None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=device)
-        if window == 1:
+        if self._is_exact:
             return None
         own = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in counts])
         return self._provisional / self._sum(own.sum()).clamp_min(1.0)
@@ -127,6 +155,32 @@ class LossWeights:
         total = value.clone()
         dist.all_reduce(total, group=self._group)
         return total
+
+
+def counted(num_samples: int, output: Any) -> tuple[Any, int | Tensor]:
+    """What a step returned, its loss 0 where it has no targets; and what the loss is a mean over.
+
+    Args:
+        num_samples: rows of the batch that count, on this rank.
+        output: what ``training_step`` returned.
+
+    Raises:
+        ConfigError: ``num_targets`` is not a single number.
+    """
+    targets = output.get("num_targets") if isinstance(output, Mapping) else None
+    if targets is None:
+        return _without_loss(output) if num_samples == 0 else output, num_samples
+    loss = output["loss"]
+    count = torch.as_tensor(targets, device=loss.device).detach()
+    if count.numel() != 1:
+        raise ConfigError(
+            f"training_step returned num_targets of shape {tuple(count.shape)}: it is one number, how "
+            "many targets the loss is a mean over. Sum it."
+        )
+    count = count.reshape(())
+    if num_samples == 0:
+        count = torch.zeros_like(count)
+    return {**output, "loss": _zero_if_empty(loss, count)}, count
 
 
 def _without_loss(output: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
+
+from titanplug.strategy.stage_messages import StageMessages
 
 
 def prepare_metrics(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -28,6 +30,32 @@ def prepare_metrics(module: nn.Module, group: dist.ProcessGroup) -> None:
         if any(isinstance(default, list) for default in metric._defaults.values()):
             # A partial of a function of this module, so that the metric can still be copied and pickled.
             metric.__dict__["_sync_dist"] = partial(_sync_lists, metric)
+
+
+class SharesStages(Protocol):
+    """What metrics have to know of steps that run on pipeline stages."""
+
+    in_step: bool
+    messages: StageMessages
+
+
+def share_metrics(module: nn.Module, steps: SharesStages) -> None:
+    """Let metrics, which the last pipeline stage alone updates, give its results on every stage.
+
+    Called on all stages alike, outside of steps, ``compute`` asks the last stage. Inside of a step, which
+    that stage runs alone, it is what it was.
+    """
+    for metric in _metrics(module):
+        if "_titanplug_compute" not in metric.__dict__:
+            metric.__dict__["_titanplug_compute"] = metric.compute
+        own = metric.__dict__["_titanplug_compute"]
+        metric.__dict__["compute"] = partial(_compute_on_last, own, steps)
+
+
+def _compute_on_last(compute: Any, steps: SharesStages) -> Any:
+    if steps.in_step:
+        return compute()
+    return steps.messages.share(compute() if steps.messages.is_source else None)
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:

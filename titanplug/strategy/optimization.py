@@ -44,12 +44,13 @@ class Optimization(OverRanks):
         automatic = module.automatic_optimization
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        if automatic:
-            weighted = self._gradients.scale(closure_loss, trainer.accumulate_grad_batches)
-        else:
-            weighted = self._gradients.scale_alone(closure_loss)
-            self._running.manual.before_backward(weighted)
-        plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        if self._laid_out.pipeline is None:
+            if automatic:
+                weighted = self._gradients.scale(closure_loss, trainer.accumulate_grad_batches)
+            else:
+                weighted = self._gradients.scale_alone(closure_loss)
+                self._running.manual.before_backward(weighted)
+            plugin.backward(weighted, module, optimizer, *args, **kwargs)
         # A manual step may call backward again: its gradients are final when they are used.
         if automatic and not trainer.fit_loop._should_accumulate():
             self._gradients.finish(self.optimizers)
@@ -109,6 +110,9 @@ class Optimization(OverRanks):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
+        if self._laid_out.pipeline is not None:  # steps decide by themselves
+            yield
+            return
         units = self._laid_out.fsdp_units
         set_gradient_sync(units, False)
         try:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from titanplug.mesh import Mesh, ParallelDims
 from titanplug.parallel.parallelize import Parallelized
+from titanplug.parallel.pipeline.stages import PipelineStages
 from titanplug.plan import ParallelPlan
 from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
@@ -54,6 +55,11 @@ class OverRanks(ModelParallelStrategy):
     def plan(self) -> ParallelPlan:
         """The plan that was followed."""
         return self._laid_out.plan
+
+    @property
+    def pipeline(self) -> PipelineStages | None:
+        """The pipeline stages; None without pipeline, and before the module is laid out."""
+        return None if self._layout is None else self._layout.pipeline
 
     @property
     def _laid_out(self) -> Parallelized:

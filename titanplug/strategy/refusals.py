@@ -12,13 +12,18 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from titanplug.errors import ConfigError
 
 _AVERAGES = (
-    "it keeps a whole copy of the module on every rank and averages it with shards. Leave it out, keep the "
-    "checkpoints (ModelCheckpoint(save_top_k=-1)) and average the weights of their consolidated files "
-    "afterwards, or train on one process"
+    "it keeps a whole copy of the module on every rank and averages it with shards. Use titanplug.callbacks."
+    "{replacement}, which averages each rank's own shards; or average the weights of consolidated "
+    "checkpoints (ModelCheckpoint(save_top_k=-1)) afterwards"
 )
 _REFUSED: tuple[tuple[type[Callback], str], ...] = (
-    (StochasticWeightAveraging, _AVERAGES),
-    (WeightAveraging, _AVERAGES),
+    (
+        StochasticWeightAveraging,
+        _AVERAGES.format(
+            replacement="WeightAverage(decay=None, start_step=...) and a learning-rate schedule"
+        ),
+    ),
+    (WeightAveraging, _AVERAGES.format(replacement="WeightAverage(decay=0.999)")),
     (
         ModelPruning,
         "it would prune each rank's shard by itself, where the smallest weights are those of the whole "

@@ -21,6 +21,10 @@ from titanplug.strategy.resume import STATE_KEY, reopen_epoch
 class Saving(OverRanks):
     """Writes and reads directories that any layout can load; see :mod:`titanplug.strategy.checkpoint`."""
 
+    @property
+    def _names(self) -> checkpoints.CheckpointNames:
+        return checkpoints.CheckpointNames(self._module, self._layout)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return checkpoints.model_state(self._module)
@@ -28,7 +32,7 @@ class Saving(OverRanks):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return checkpoints.optimizer_state(self._module, inner)
+        return checkpoints.optimizer_state(self._names, inner)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -42,8 +46,9 @@ class Saving(OverRanks):
         assert self._data is not None
         path = Path(self.broadcast(str(filepath)))
         broadcast_buffers(self._module, self.mesh.group("batch"))  # the checkpoint refers to them
+        self._running.share_states()
         checkpoint[STATE_KEY] = self._data.state()
-        checkpoints.save(checkpoint, path, (self.dp_rank, self.dp_size))
+        checkpoints.save(checkpoint, path, (self.dp_rank, self.dp_size), self._names)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -58,6 +63,7 @@ class Saving(OverRanks):
             module,
             self.optimizers if fitting else [],
             (self.dp_rank, self.dp_size),
+            self._names,
             strict=module.strict_loading,
             weights_only=weights_only,
         )

@@ -40,18 +40,25 @@ class StepSeeds:
         self._seeds = {use: named_seed(seed, use) for use in uses}
         self._between = named_seed(seed, "between")
 
-    def begin(self, use: Use, index: int, loader_idx: int | None = None) -> None:
+    def begin(self, use: Use, index: int, loader_idx: int | None = None, part: int = 0) -> None:
         """What follows is for batch ``index``, on this data-parallel rank.
 
         Args:
             use: what it is.
             index: of the batch, in the run for training and in its loader for evaluation.
             loader_idx: the loader of an evaluation; None in training.
+            part: the microbatch; pipeline stages draw alike until the model is called.
         """
         if loader_idx is not None and self._before is None:
             self._before = [generator.get_state() for generator in self._generators]
         offset = 0 if loader_idx is None else 7919 * (1 + loader_idx)
-        self._seed(self._seeds[use] + offset + index * 1_000_003 + self._rank * 998_244_353)
+        own = self._rank * 998_244_353 + part * 15_485_863
+        self._seed(self._seeds[use] + offset + index * 1_000_003 + own)
+
+    def enter_stage(self, stage: int) -> None:
+        """The model runs on a later pipeline stage: its draws are others than those of the stages before."""
+        for generator in self._generators:
+            generator.manual_seed((generator.initial_seed() + 104_729 * stage) % 2**63)
 
     def end(self, index: int) -> None:
         """The step of batch ``index`` is over."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,10 @@ _PAST_A_UNIT = (
     "the unit itself is called, so its layers can't be called past it. Call the unit, or return a "
     "ParallelPlan without fsdp_units from `configure_parallel_plan`: then all weights are whole in a step."
 )
+
+
+Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
+"""Makes the context of the precision that a step runs in."""
 
 
 class Steps:
@@ -90,17 +95,17 @@ class Steps:
 
     # ---------------------------------------------------------------- steps
 
-    def train(self, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def train(self, context: Context, args: tuple[Any, ...], kwargs: Any) -> Any:
         """``training_step``, its loss counted and its logs passed on."""
         loop = self._trainer.fit_loop.epoch_loop
-        loaders = _flattened(self._trainer.fit_loop)
+        loaders = self._loaders(self._trainer.fit_loop)
         # Of several loaders the first decides how many rows their combined batch has.
         share = self._share(args[0], loaders, 0, loop.batch_idx)
         self.seeds.begin("train", loop.total_batch_idx)
         self.logs.start(share.local)
         self._window.start(share)
         automatic = self._module.automatic_optimization
-        with context, self._unless_counted(share):
+        with context(), self._metrics_of(share.local):
             if automatic:
                 output = self._call("training_step", args, kwargs)
             else:
@@ -116,35 +121,42 @@ class Steps:
         self.logs.finish(loss=loss, count=self._window.count)
         return output if isinstance(output, Tensor) else self._whole(output)
 
-    def evaluate(
-        self, name: str, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: Any) -> Any:
         """``validation_step`` or ``test_step``."""
         loop: Any = self._trainer._active_loop
         index = self._served.get(self._loader_idx, 0)
-        share = self._share(args[0], _flattened(loop), self._loader_idx, index)
+        share = self._share(args[0], self._loaders(loop), self._loader_idx, index)
         self.seeds.begin("evaluate", index, self._loader_idx)
         self.logs.start(share.local)
-        with context, self._unless_counted(share):
+        with context(), self._metrics_of(share.local):
             output = self._whole(self._call(name, args, kwargs))
         self.seeds.end(index)
         self.logs.finish()
         return output
 
-    def predict(self, context: AbstractContextManager[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def predict(self, context: Context, args: tuple[Any, ...], kwargs: Any) -> Any:
         """``predict_step``."""
         loop: Any = self._trainer.predict_loop
         index = self._served.get(self._loader_idx, 0)
-        if self._share(args[0], _flattened(loop), self._loader_idx, index).local == 0:
-            # Another rank has these samples: tell prediction writers of none.
-            loop.current_batch_indices = []
-            for indices in loop.epoch_batch_indices[self._loader_idx : self._loader_idx + 1]:
-                indices[-1:] = [[]] if indices else []
+        self._hide_indices(loop, args[0])
         self.seeds.begin("evaluate", index, self._loader_idx)
-        with context:
+        with context():
             output = self._whole(self._call("predict_step", args, kwargs))
         self.seeds.end(index)
         return output
+
+    def _hide_indices(self, loop: Any, batch: Any) -> None:
+        """Tell prediction writers of no samples where another rank has those of this batch."""
+        index = self._served.get(self._loader_idx, 0)
+        if self._share(batch, self._loaders(loop), self._loader_idx, index).local == 0:
+            loop.current_batch_indices = []
+            for indices in loop.epoch_batch_indices[self._loader_idx : self._loader_idx + 1]:
+                indices[-1:] = [[]] if indices else []
+
+    @staticmethod
+    def _loaders(loop: Any) -> list[Any]:
+        combined = loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         module = self._module
@@ -168,8 +180,9 @@ class Steps:
         finally:
             _set_forward(module, own)
 
-    def _unless_counted(self, share: Share) -> AbstractContextManager[None]:
-        return nullcontext() if share.local else metrics_untouched(self._module)
+    def _metrics_of(self, rows: int) -> AbstractContextManager[None]:
+        """Where none of the rows count, metrics are put back afterwards."""
+        return nullcontext() if rows else metrics_untouched(self._module)
 
     def _whole(self, output: Any) -> Any:
         return gather_logits(output) if self._gathers_logits and output is not None else output
@@ -183,6 +196,9 @@ class Steps:
         due = every > 0 and (loop._batches_that_stepped + 1) % every == 0
         return due or bool(trainer.fast_dev_run) or trainer.should_stop
 
+    def share_states(self) -> None:
+        """A checkpoint is about to be written; called on all ranks."""
+
     # ---------------------------------------------------------------- predictions
 
     def gather_predictions(self) -> None:
@@ -190,9 +206,9 @@ class Steps:
         loop = self._trainer.predict_loop
         if not loop.return_predictions or self._mesh["batch"].size() == 1:
             return
-        loaders = _flattened(loop)
+        loaders = self._loaders(loop)
         # Copies on other axes hold the same predictions: one line of ranks sends.
-        sends = self._mesh.rank("tp") == 0 and self._mesh.rank("cp") == 0
+        sends = all(self._mesh.rank(axis) == 0 for axis in ("pp", "cp", "tp"))
         for loader, predictions in zip(loaders, loop._predictions, strict=True):
             shares = _shares_of(loader)
             mine = [
@@ -227,11 +243,6 @@ def _shares_of(loader: Any) -> HasShares | None:
             if hasattr(type(candidate), "share"):
                 return candidate
     return None
-
-
-def _flattened(loop: Any) -> list[Any]:
-    combined = loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
 
 
 def _set_forward(module: torch.nn.Module, forward: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,23 +26,29 @@ from titanplug.parallel.buffers import broadcast_buffers
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.local_optimizer import LocalShards
 from titanplug.parallel.parallelize import Parallelized, parallelize, switches
+from titanplug.parallel.pipeline.schedules import chunks_per_rank, default_microbatches, resolve_schedule
+from titanplug.parallel.pipeline.split import ordered_modules, split_as_given
+from titanplug.parallel.pipeline.stages import PipelineOptions, require_covered
 from titanplug.parallel.styles import TensorOptions
 from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
 from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.launcher import ScriptLauncher
-from titanplug.strategy.metrics import move_to_device, prepare_metrics
+from titanplug.strategy.metrics import move_to_device, prepare_metrics, share_metrics
 from titanplug.strategy.optimization import Optimization
 from titanplug.strategy.over_ranks import OverRanks
 from titanplug.strategy.peer_checks import check_batch
+from titanplug.strategy.pipeline_loop import install_pipeline_loop, validate_pipeline_module
+from titanplug.strategy.pipeline_steps import PipelineSteps
 from titanplug.strategy.precision import build_precision, shard_options
 from titanplug.strategy.profiler import replace_idle_profiler
 from titanplug.strategy.refusals import validate_callbacks
 from titanplug.strategy.saving import Saving
 from titanplug.strategy.signals import GracefulStop
 from titanplug.strategy.steps import Steps
-from titanplug.validation import RunFacts, validate_run
+from titanplug.strategy.summary import show_whole_summary
+from titanplug.validation import PipelineFacts, RunFacts, validate_run
 
 _LAYOUT = "_titanplug_layout"
 
@@ -61,7 +67,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         dp_replicate: copies of the model (HSDP).
         dp_shard: shards of the model (FSDP2). -1: the rest of the processes.
         tp: shards of each layer (tensor parallel); needs a plan.
-        pp: pipeline stages; only 1 in this version.
+        pp: ranks of the pipeline; needs a plan with the order of the model's modules.
         cp: shards of the sequence (context parallel); only 1 in this version.
         plan: what to do with which modules, by names relative to the LightningModule. None: from the hook
             ``configure_parallel_plan`` of the module, or ``parallel_plan`` of the model.
@@ -69,7 +75,16 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         loss_parallel: under tp, logits stay sharded over the vocabulary up to the loss.
         meta_init: run ``configure_model`` on the meta device; weights are then filled module by module,
             no rank ever holding the whole model.
-        reshard_after_forward: free gathered parameters between forward and backward.
+        reshard_after_forward: free gathered parameters between forward and backward. None: yes, but not
+            under pp, where they stay gathered for all microbatches of a step.
+        pp_schedule: order of forwards and backwards: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+            InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, in any usual spelling, or the path of a CSV file.
+        pp_microbatches: parts that a data-parallel rank's batch is split into. None: about twice pp.
+        pp_chunks: stages of a rank, for schedules that interleave. None: as the schedule has it, mostly 2.
+        pp_split: for each stage the names of its modules. None: balanced by cost.
+        pp_first_weight: cost of the modules before the layers, in layers. None: by their parameters, at
+            most one layer.
+        pp_last_weight: cost of the modules after the layers, in layers. None: by their parameters.
         gradient_norm_type: p of the gradient norm that is clipped; ``inf`` or ``"inf"`` for the maximum.
         error_if_nonfinite: stop all ranks before a step whose gradient norm is NaN or infinite. Reads
             the norm on the host in every step.
@@ -97,14 +112,31 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
         meta_init: bool = False,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
+        pp_schedule: str = "Interleaved1F1B",
+        pp_microbatches: int | None = None,
+        pp_chunks: int | None = None,
+        pp_split: Sequence[Sequence[str]] | None = None,
+        pp_first_weight: float | None = None,
+        pp_last_weight: float | None = None,
         gradient_norm_type: float | str = 2.0,
         error_if_nonfinite: bool = False,
         check_peers: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        facts = RunFacts(gradient_norm_type=gradient_norm_type, timeout_s=timeout_s)
+        self._pipeline_facts = PipelineFacts(
+            pp_schedule,
+            pp_microbatches,
+            pp_chunks,
+            None if pp_split is None else tuple(tuple(stage) for stage in pp_split),
+            pp_first_weight,
+            pp_last_weight,
+            reshard_after_forward,
+        )
+        facts = RunFacts(
+            gradient_norm_type=gradient_norm_type, timeout_s=timeout_s, pipeline=self._pipeline_facts
+        )
         validate_run(facts, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp)
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
         self.parallel_dims = ParallelDims(pp, dp_replicate, dp_shard, cp, tp)
@@ -172,22 +204,31 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         """
         heads = None if self._given_plan is None else self._given_plan.heads
         self.parallel_dims = validate_run(
-            RunFacts(world_size=world_size, precision=precision, heads=heads),
+            RunFacts(world_size=world_size, precision=precision, heads=heads, pipeline=self._pipeline_facts),
             **self.parallel_dims.degrees,
         )
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self.validate_module
+        )
 
-    @override
-    def connect(self, model: LightningModule) -> None:
-        super().connect(model)
+    def validate_module(self, model: LightningModule) -> None:
+        """Check what can be seen of a module before it is laid out, and before other processes start.
+
+        Raises:
+            ConfigError: it can't be laid out as asked; all problems at once.
+        """
         plan = self._given_plan or plan_of_models(model)
         if plan is not None and _LAYOUT not in model.__dict__:
             # The model is there already: no need to wait until the processes have met.
             validate_run(RunFacts(heads=plan.heads), **self.parallel_dims.degrees)
+            if self.parallel_dims.pp > 1:
+                self._validate_stages(model, plan)
+        if self.parallel_dims.pp > 1:
+            validate_pipeline_module(model)
 
     # ---------------------------------------------------------------- set-up
 
@@ -229,14 +270,13 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         self._window = GradientWindow(
             module,
             self._layout,
-            self.world_size,
             self.root_device,
             norm_type=self._norm_type,
             error_if_nonfinite=self._error_if_nonfinite,
         )
         if self._steps is not None:
             self._steps.logs.uninstall()
-        self._steps = Steps(trainer, module, self._layout, self._window, self._seed, self.root_device)
+        self._steps = self._build_steps(trainer, module)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -255,11 +295,47 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
+    def _build_steps(self, trainer: Trainer, module: LightningModule) -> Steps:
+        layout = self._laid_out
+        common = trainer, module, layout, self._gradients, self._seed, self.root_device
+        if layout.pipeline is None:
+            return Steps(*common)
+        facts = self._pipeline_facts
+        number = facts.num_microbatches or default_microbatches(facts.schedule, self.parallel_dims.pp)
+        steps = PipelineSteps(*common, number)
+        install_pipeline_loop(trainer)
+        share_metrics(module, steps)
+        return steps
+
+    def _pipeline_options(self) -> PipelineOptions:
+        facts = self._pipeline_facts
+        return PipelineOptions(
+            resolve_schedule(facts.schedule),
+            facts.num_chunks,
+            facts.split,
+            facts.first_weight,
+            facts.last_weight,
+        )
+
+    def _validate_stages(self, module: LightningModule, plan: ParallelPlan) -> None:
+        """Check that the module can be cut into stages, where it is whole."""
+        names, layers = ordered_modules(module, plan.pipeline)
+        require_covered(module, names)
+        facts = self._pipeline_facts
+        validate_run(RunFacts(num_layers=len(layers), pipeline=facts), **self.parallel_dims.degrees)
+        if facts.split is not None:
+            stages = self.parallel_dims.pp * chunks_per_rank(facts.schedule, facts.num_chunks)
+            split_as_given(names, facts.split, stages)
+
     def _lay_out(self, module: LightningModule) -> Parallelized:
         layout: Parallelized | None = module.__dict__.get(_LAYOUT)
-        shard = shard_options(self.precision_plugin, reshard_after_forward=self._reshard_after_forward)
+        reshard = (
+            self.parallel_dims.pp == 1 if self._reshard_after_forward is None else self._reshard_after_forward
+        )
+        shard = shard_options(self.precision_plugin, reshard_after_forward=reshard)
+        pipeline = self._pipeline_options()
         if layout is not None:
-            now = switches(self.mesh, self._tensor_options, shard)
+            now = switches(self.mesh, self._tensor_options, shard, pipeline)
             if layout.mesh is not self.mesh or layout.options != now:
                 raise ConfigError(
                     f"This {type(module).__name__} is laid out for {layout.mesh.dims} with {layout.options}, "
@@ -269,6 +345,9 @@ class TitanStrategy(Optimization, Saving, OverRanks):
             return layout
         plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
         validate_run(RunFacts(world_size=self.world_size, heads=plan.heads), **self.parallel_dims.degrees)
+        if self.parallel_dims.pp > 1:
+            self._validate_stages(module, plan)
+            show_whole_summary(self._module.trainer, module)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -280,6 +359,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
             seed=self._seed,
             tensor=self._tensor_options,
             shard=shard,
+            pipeline=pipeline,
         )
         module.__dict__[_LAYOUT] = layout
         return layout
@@ -330,21 +410,21 @@ class TitanStrategy(Optimization, Saving, OverRanks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._check_peers:
             check_batch(args[0], self.mesh, self.root_device)
-        return self._running.train(self.precision_plugin.train_step_context(), args, kwargs)
+        return self._running.train(self.precision_plugin.train_step_context, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context()
+        context = self.precision_plugin.val_step_context
         return self._running.evaluate("validation_step", context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.test_step_context()
+        context = self.precision_plugin.test_step_context
         return self._running.evaluate("test_step", context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.predict(self.precision_plugin.predict_step_context(), args, kwargs)
+        return self._running.predict(self.precision_plugin.predict_step_context, args, kwargs)
 
     # ---------------------------------------------------------------- end
 

@@ -1,0 +1,1 @@
+"""Pipeline parallel: schedules as data, the stages of a module and what runs them."""

@@ -33,8 +33,8 @@ from benchmarks.trainer_overhead import WARM_UP, measure
 from tests.harness import run_ranks
 from titanplug.models import Transformer
 from titanplug.models.attention import SequenceContext
-from titanplug.parallel.pipeline.schedules import chunks_per_rank, stage_to_rank
 from titanplug.parallel.pipeline.split import module_costs, ordered_modules, split_by_cost
+from titanplug.schedules.catalogue import chunks_per_rank, stage_to_rank
 from titanplug.strategy import TitanStrategy
 
 DEGREES = {"pp": 2, "dp_shard": 1}

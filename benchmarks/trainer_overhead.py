@@ -14,6 +14,7 @@ waiting for each other doesn't count), median of the rounds' ratios; wall time a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -55,6 +56,8 @@ def measure(
     marks: dict[int, tuple[float, float]] = {}
 
     def mark(step: int) -> None:
+        if step == WARM_UP - 2:
+            gc.collect()  # the first full collection after a fork takes long, and would fall on one of them
         marks[step] = time.process_time(), time.perf_counter()
 
     run(workload, degrees, world_size, mark)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from titanplug.errors import ConfigError
 from titanplug.mesh import ParallelDims
-from titanplug.parallel.pipeline.schedules import chunks_per_rank, resolve_schedule, schedule_problems
+from titanplug.schedules.catalogue import chunks_per_rank, resolve_schedule, schedule_problems
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """What ``Trainer(precision=...)`` may be. bf16-mixed: float32 master weights and gradient reduction."""

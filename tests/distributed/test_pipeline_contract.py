@@ -17,7 +17,7 @@ from tests.distributed.case import build_trainer
 from tests.harness import reference, run_ranks
 from titanplug import ParallelPlan, PipelineOrder
 from titanplug.errors import ConfigError, TitanplugError
-from titanplug.parallel.pipeline.schedules import build_table, write_csv
+from titanplug.schedules.catalogue import build_table, write_csv
 from titanplug.strategy import TitanStrategy
 
 WIDTH, LENGTH, VOCAB = 12, 6, 19
@@ -331,7 +331,7 @@ class NoOrder(Module):
         (OwnBackward, {}, "overrides `backward`"),
         (TrainsOutside, {}, "temperature: this parameter trains"),
         (Module, {"pp": 2, "pp_chunks": 3, "pp_schedule": "LoopedBFS"}, "6 stages for 5 layers"),
-        (Module, {"pp": 2, "pp_split": [["words", "body.*"], ["final", "to_words"]]}, "places is in no stage"),
+        (Module, {"pp_split": [["words", "body.*"], ["final", "to_words"]]}, "places is in no stage"),
         (Module, {"pp": 2, "pp_split": [["words"]]}, "pp_split lists 1 stages"),
     ],
 )

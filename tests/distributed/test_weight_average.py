@@ -153,7 +153,7 @@ class Before(Callback):
 class After(Before):
     """The same when it has ended; stands after the average in the list."""
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         pass
 
     on_predict_start = on_validation_start
@@ -217,8 +217,15 @@ def train_and_evaluate(rank: int, world_size: int, degrees: dict[str, Any], aver
     }
 
 
-@pytest.mark.parametrize("averages", AVERAGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "averages"),
+    [
+        *((layout, "ema") for layout in LAYOUTS),
+        ("fsdp2", "equal"),
+        ("fsdp2 x tp2", "equal"),
+        ("pp2", "equal"),
+    ],
+)
 def test_is_that_of_one_process(layout: str, averages: str) -> None:
     world_size, degrees = LAYOUTS[layout]
     expected = reference(train_by_hand, AVERAGES[averages])

@@ -12,10 +12,8 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanplug.errors import ConfigError
-from titanplug.parallel.pipeline.actions import COMPUTE
-from titanplug.parallel.pipeline.lowering import add_messages
-from titanplug.parallel.pipeline.orders import compute_order
-from titanplug.parallel.pipeline.schedules import (
+from titanplug.schedules.actions import COMPUTE
+from titanplug.schedules.catalogue import (
     SCHEDULES,
     Action,
     ScheduleTable,
@@ -29,6 +27,8 @@ from titanplug.parallel.pipeline.schedules import (
     stage_to_rank,
     write_csv,
 )
+from titanplug.schedules.lowering import add_messages
+from titanplug.schedules.orders import compute_order
 
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from titanplug.parallel.pipeline.schedules import SCHEDULES, Action, ScheduleTable, Work, build_table
-from titanplug.parallel.pipeline.simulate import TimedAction, Timeline, peak_live, simulate
+from titanplug.schedules.catalogue import SCHEDULES, Action, ScheduleTable, Work, build_table
+from titanplug.schedules.simulate import TimedAction, Timeline, peak_live, simulate
 
 SIZES = [(2, 8), (4, 8), (4, 16), (8, 32)]  # ranks, microbatches
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

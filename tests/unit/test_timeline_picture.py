@@ -10,9 +10,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from titanplug.parallel.pipeline.schedules import Work, build_table
-from titanplug.parallel.pipeline.simulate import TimedAction, Timeline, simulate
 from titanplug.report.timeline import COLOURS, draw_timeline, shade
+from titanplug.schedules.catalogue import Work, build_table
+from titanplug.schedules.simulate import TimedAction, Timeline, simulate
 
 
 def texts(path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,6 +26,7 @@ from torch.utils.data import DataLoader
 from titanplug.callbacks import WeightAverage
 from titanplug.errors import ConfigError
 from titanplug.strategy.foreign_callbacks import adapt_callbacks
+from titanplug.strategy.refusals import validate_callbacks
 
 ROWS = 12
 
@@ -133,7 +141,7 @@ def assert_bitwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     ],
 )
 def test_the_module_holds_the_average_at_the_end(
-    tmp_path: Path, decay: float | None, options: dict[str, int], steps: Any
+    tmp_path: Path, decay: float | None, options: dict[str, Any], steps: Any
 ) -> None:
     module = Tiny()
     trainer_with(tmp_path, WeightAverage(decay, **options)).fit(module, data())
@@ -216,7 +224,7 @@ class Around(Callback):
 
 
 class After(Around):
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         pass
 
     on_test_start = on_predict_start = on_validation_start
@@ -250,9 +258,9 @@ def test_evaluation_uses_the_average_and_leaves_no_trace(tmp_path: Path) -> None
     assert_bitwise(module.weights(), plain.weights())
     assert_close({"first": trainer.predict(module, data())[0]}, {"first": expected["first"]})  # type: ignore
     assert_bitwise(module.weights(), plain.weights())
-    other = Tiny()
-    trainer.validate(other, data(), verbose=False)
-    assert_bitwise(other.validated[0], Tiny().weights())  # it's not of this module
+    stranger = Tiny()
+    trainer.validate(stranger, data(), verbose=False)
+    assert_bitwise(stranger.validated[0], Tiny().weights())  # it's not of this module
 
 
 def test_it_can_be_left_out_of_evaluation(tmp_path: Path) -> None:
@@ -285,7 +293,7 @@ def test_an_evaluation_that_fails_leaves_the_training_weights(tmp_path: Path) ->
 def test_a_resumed_run_continues_exactly(tmp_path: Path, decay: float | None) -> None:
     saves = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     whole = Tiny()
-    options = {"decay": decay, "start_step": 1, "every_n_steps": 2}
+    options: dict[str, Any] = {"decay": decay, "start_step": 1, "every_n_steps": 2}
     trainer_with(tmp_path, WeightAverage(**options), saves, max_epochs=2).fit(whole, data())
     for step in (5, 15):
         saved = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
@@ -413,6 +421,19 @@ def test_strategies_whose_checkpoints_would_lose_it_are_refused() -> None:
     trainer: Any = SimpleNamespace(strategy=FSDPStrategy())
     with pytest.raises(ConfigError, match=r"WeightAverage under FSDPStrategy: .* Use TitanStrategy"):
         WeightAverage().setup(trainer, Tiny(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (StochasticWeightAveraging(swa_lrs=0.1), "WeightAverage(decay=None, start_step=...)"),
+        (EMAWeightAveraging(), "WeightAverage(decay=0.999)"),
+    ],
+)
+def test_what_is_refused_on_several_ranks_names_it(callback: Callback, instead: str) -> None:
+    trainer: Any = SimpleNamespace(world_size=2, callbacks=[callback])
+    with pytest.raises(ConfigError, match=re.escape(f"Use titanplug.callbacks.{instead}")):
+        validate_callbacks(trainer)
 
 
 # --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -87,6 +86,7 @@ class WeightAverage(Callback):
         self._step: int | None = None  # optimizer steps at the last look
         self._owner: weakref.ref[nn.Module] | None = None  # the module that the average is of
         self._was_loaded = False
+        self._parameters: _Parameters | None = None  # in training, where updates come often
         self._training_weights: list[tuple[nn.Parameter, Tensor]] = []  # while the module holds the average
 
     # ---------------------------------------------------------------- averaging
@@ -108,6 +108,7 @@ class WeightAverage(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._step is None:
             self._step = trainer.global_step
+        self._parameters = _Parameters(pl_module)
         # A checkpoint that was written between a step and the end of its batch lacks that step's update.
         self._follow(trainer, pl_module)
 
@@ -130,8 +131,10 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
+        assert self._parameters is not None
         averages, weights = [], []
-        for name, parameter in _named_parameters(module):
+        self._parameters.free_gathered()
+        for name, parameter in self._parameters.named:
             average = self._average_of(name, parameter)
             if average is not None:
                 averages.append(local_tensor(average))
@@ -171,6 +174,7 @@ class WeightAverage(Callback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._parameters = None
         # Not in on_train_end, where ModelCheckpoint writes its last checkpoint.
         if self.use_at_end:
             self._put_in(pl_module)
@@ -196,7 +200,7 @@ class WeightAverage(Callback):
     def _put_in(self, module: nn.Module) -> None:
         """Put the average into the module and keep its own weights."""
         self._training_weights = []
-        for name, parameter in _named_parameters(module):
+        for name, parameter in _Parameters(module).named:
             average = self._average_of(name, parameter)
             if average is not None:
                 local = local_tensor(parameter)
@@ -208,7 +212,7 @@ class WeightAverage(Callback):
     def _put_back(self, module: nn.Module) -> None:
         if not self._training_weights:
             return
-        _free_gathered(module)  # the next forward would use what was gathered of the average
+        _Parameters(module).free_gathered()
         for parameter, weights in self._training_weights:
             local_tensor(parameter).copy_(weights)
         self._training_weights = []
@@ -249,7 +253,7 @@ class WeightAverage(Callback):
         saved = checkpoint.get(_SECTION, {}).get(_KEY)
         if saved is None:
             return
-        for name, parameter in _named_parameters(pl_module):
+        for name, parameter in _Parameters(pl_module).named:
             if name in saved:
                 self._averages[name] = _averaging_copy(saved[name], parameter)
         self._owner, self._was_loaded = weakref.ref(pl_module), True
@@ -271,12 +275,17 @@ def _averaging_copy(values: Tensor, parameter: nn.Parameter) -> Tensor:
     return copy
 
 
-def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their names without wrappers, as in checkpoints. Shards, where there are any."""
-    _free_gathered(module)  # while whole parameters are gathered, the module shows those
-    for name, parameter in module.named_parameters():
-        yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter
+class _Parameters:
+    """A module's parameters by their names in checkpoints; this rank's shards where there are any."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self.free_gathered()  # while whole parameters are gathered, the module shows those
+        self.named = [
+            (".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter)
+            for name, parameter in module.named_parameters()
+        ]
 
-def _free_gathered(module: nn.Module) -> None:
-    free_gathered([child for child in module.modules() if isinstance(child, FSDPModule)])
+    def free_gathered(self) -> None:
+        """Free whole parameters, so that the next forward uses the shards as they are then."""
+        free_gathered(self._units)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanplug.parallel.pipeline.actions import Work
-from titanplug.parallel.pipeline.simulate import TimedAction, Timeline
 from titanplug.report.loss_curve import GREY
+from titanplug.schedules.actions import Work
+from titanplug.schedules.simulate import TimedAction, Timeline
 
 COLOURS = {
     Work.FORWARD: "#2563a8",

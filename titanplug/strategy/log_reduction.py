@@ -50,6 +50,11 @@ class LogEntry:
         name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
         return {"avg": "mean", "amax": "max", "amin": "min"}.get(name.lower(), name.lower())
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the caller reduces it, or nobody does."""
+        return bool(self.options.get("rank_zero_only")) or self.options.get("sync_dist_group") is not None
+
     def on_step(self, training: bool) -> bool:
         """Whether the value of the step is kept; by default those of hooks of training are."""
         on_step = self.options.get("on_step")

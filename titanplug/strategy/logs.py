@@ -124,10 +124,11 @@ class StepLogs:
     def record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for ``LightningModule.log``; the same arguments."""
         options = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        if self._in_parts and isinstance(value, Metric) and self._entries is not None:
-            self._entries.append(LogEntry(self._module._current_fx_name or "", name, value, options))
+        part = self._entries if self._in_parts else None
+        if part is not None and isinstance(value, Metric):
+            part.append(LogEntry(self._module._current_fx_name or "", name, value, options))
             return
-        if options.get("rank_zero_only") or options.get("sync_dist_group") is not None:
+        if part is None and (options.get("rank_zero_only") or options.get("sync_dist_group") is not None):
             self._log(name, value, **options)
             return
         hook = self._module._current_fx_name or ""
@@ -165,6 +166,10 @@ class StepLogs:
         for entry in entries:
             self._pass_on(entry)
 
+    def expect(self, samples: int) -> None:
+        """Hooks and steps that follow are of a batch of which ``samples`` rows count on this rank."""
+        self._samples = samples
+
     def start_part(self) -> None:
         """A microbatch of a step begins."""
         self._entries, self._in_parts = [], True
@@ -180,7 +185,7 @@ class StepLogs:
     def finish_parts(self, entries: list[LogEntry]) -> None:
         """The step is done on all stages: pass on what its microbatches logged together, on every rank."""
         self._keys.update(f"{entry.hook}.{entry.name}" for entry in entries)
-        numbers = [entry for entry in entries if not isinstance(entry.value, Metric)]
+        numbers = [entry for entry in entries if not isinstance(entry.value, Metric) and not entry.is_own]
         self._reduce(numbers, _STEP_END)
         for entry in entries:
             self._pass_on(entry)
@@ -229,9 +234,9 @@ class StepLogs:
         logged = self._is_log_step() if training else every_batch
         if not (logged or every_batch):
             return []
-        chosen = [e for e in entries if e.on_step(training) and (logged or self._is_read(e))]
+        chosen = [e for e in entries if e.on_step(training) and (logged or self.is_read(e))]
         reduce_entries(chosen, self._group, self._size, self._device)
-        found = any(self._is_read(entry) for entry in chosen) if training else bool(chosen)
+        found = any(self.is_read(entry) for entry in chosen) if training else bool(chosen)
         self._every_batch[place] = found or (every_batch and not first)
         return chosen
 
@@ -239,7 +244,7 @@ class StepLogs:
         """Hand an entry to Lightning, as logged by the hook that logged it."""
         module, results = self._module, self._trainer._results
         hook, module._current_fx_name = module._current_fx_name, entry.hook
-        if isinstance(entry.value, Metric):
+        if isinstance(entry.value, Metric) or entry.is_own:
             self._log(entry.name, entry.value, **{**entry.options, "batch_size": entry.weight})
             module._current_fx_name = hook
             return
@@ -264,7 +269,8 @@ class StepLogs:
     def _training(self) -> bool:
         return bool(self._trainer.training)
 
-    def _is_read(self, entry: LogEntry) -> bool:
+    def is_read(self, entry: LogEntry) -> bool:
+        """Whether somebody reads the entry's value at every step."""
         return bool(entry.options.get("prog_bar")) or entry.name in self._monitored
 
     @cached_property

@@ -11,51 +11,127 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from titanplug.strategy.stage_messages import StageMessages
 
 
-def prepare_metrics(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the metrics of ``module`` put their states together over ``group``, exactly.
+def prepare_metrics(metrics: list[Metric], group: dist.ProcessGroup) -> None:
+    """Let metrics put their states together over ``group``, exactly.
 
     The group of all processes would count the copies that tensor-parallel ranks hold. Metrics with a group
     of their own keep it. List states may have any number of entries on each rank: torchmetrics gathers them
     entry by entry and expects the same number everywhere.
     """
-    for metric in _metrics(module):
-        if metric.process_group is None:
-            metric.process_group = group
+    for metric in metrics:
+        if metric.process_group is None and not isinstance(metric.dist_sync_fn, _GatherOver):
+            metric.dist_sync_fn = _GatherOver(group, metric.dist_sync_fn or gather_all_tensors)
         if any(isinstance(default, list) for default in metric._defaults.values()):
             # A partial of a function of this module, so that the metric can still be copied and pickled.
             metric.__dict__["_sync_dist"] = partial(_sync_lists, metric)
+
+
+class _GatherOver:
+    """Gathers over one group. A process group can't be copied or pickled: copies share it."""
+
+    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+        self.group, self._own = group, own
+
+    def __call__(self, tensor: Tensor, group: Any = None) -> Any:
+        return self._own(tensor, group=group or self.group)
+
+    def __deepcopy__(self, memo: Any) -> _GatherOver:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _own_gather, (self._own,)  # the group of another run is not this one
+
+
+def _own_gather(own: Any) -> Any:
+    return own
 
 
 class SharesStages(Protocol):
     """What metrics have to know of steps that run on pipeline stages."""
 
     in_step: bool
+    keeps_metric_calls: bool
+    metric_calls: dict[int, list[Any]]
     messages: StageMessages
 
 
-def share_metrics(module: nn.Module, steps: SharesStages) -> None:
+def share_metrics(metrics: list[Metric], steps: SharesStages) -> None:
     """Let metrics, which the last pipeline stage alone updates, give its results on every stage.
+
+    May be called again: metrics that have come since then are added.
 
     Called on all stages alike, outside of steps, ``compute`` asks the last stage. Inside of a step, which
     that stage runs alone, it is what it was.
     """
-    for metric in _metrics(module):
-        if "_titanplug_compute" not in metric.__dict__:
-            metric.__dict__["_titanplug_compute"] = metric.compute
-        own = metric.__dict__["_titanplug_compute"]
-        metric.__dict__["compute"] = partial(_compute_on_last, own, steps)
+    for metric in metrics:
+        own = metric.compute
+        if isinstance(own, _ComputeOnLast):
+            if own.steps is steps:
+                continue
+            own = own.own
+        else:
+            metric.register_forward_hook(_Record(steps), with_kwargs=True)
+        metric.__dict__["compute"] = _ComputeOnLast(own, steps)
 
 
-def _compute_on_last(compute: Any, steps: SharesStages) -> Any:
-    if steps.in_step:
-        return compute()
-    return steps.messages.share(compute() if steps.messages.is_source else None)
+class _Record:
+    """Keeps what a metric is called with in a step."""
+
+    def __init__(self, steps: SharesStages) -> None:
+        self._steps = steps
+
+    def __call__(self, metric: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self._steps is not None and self._steps.in_step and self._steps.keeps_metric_calls:
+            detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self._steps.metric_calls.setdefault(id(metric), []).append(detached)
+
+    def __deepcopy__(self, memo: Any) -> _Record:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Record, (None,)
+
+
+def value_over_calls(metric: Metric, calls: list[Any]) -> Any:
+    """What one call with the rows of all ``calls`` would have returned; the state stays as it is."""
+    to_sync = metric._to_sync
+    with metrics_untouched(find_metrics(metric)):
+        metric.reset()
+        for args, kwargs in calls:
+            metric.update(*args, **kwargs)
+        metric._to_sync = metric.dist_sync_on_step
+        try:
+            return metric.compute()
+        finally:
+            metric._to_sync = to_sync
+
+
+class _ComputeOnLast:
+    """``compute`` of a metric that the last stage alone updates. Metrics inside of it aren't asked again."""
+
+    def __init__(self, own: Any, steps: SharesStages) -> None:
+        self.own, self.steps = own, steps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        steps = self.steps
+        if steps.in_step:
+            return self.own(*args, **kwargs)
+        value = None
+        if steps.messages.is_source:
+            steps.in_step = True
+            try:
+                value = self.own(*args, **kwargs)
+            finally:
+                steps.in_step = False
+        return steps.messages.share(value)
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:
@@ -68,15 +144,15 @@ def move_to_device(module: nn.Module, device: torch.device) -> None:
     if any(tensor.device != device for tensor in tensors):
         module.to(device)
         return
-    for metric in _metrics(module):
+    for metric in find_metrics(module):
         metric.to(device)
     _update_properties(module, device=device)
 
 
 @contextmanager
-def metrics_untouched(module: nn.Module) -> Iterator[None]:
-    """Undo what happens to the metrics of ``module`` inside: the batch does not count."""
-    saved = [(metric, _state(metric)) for metric in _metrics(module)]
+def metrics_untouched(metrics: list[Metric]) -> Iterator[None]:
+    """Undo what happens to ``metrics`` inside: the batch does not count."""
+    saved = [(metric, _state(metric)) for metric in metrics]
     try:
         yield
     finally:
@@ -85,7 +161,8 @@ def metrics_untouched(module: nn.Module) -> Iterator[None]:
                 setattr(metric, name, value)
 
 
-def _metrics(module: nn.Module) -> list[Metric]:
+def find_metrics(module: nn.Module) -> list[Metric]:
+    """The metrics in a module, also those inside of others."""
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 
@@ -99,7 +176,7 @@ def _state(metric: Metric) -> dict[str, Any]:
 
 def _sync_lists(metric: Metric, dist_sync_fn: Any, process_group: Any = None) -> None:
     """Stands in for ``Metric._sync_dist``: fills list states up to the length of the longest first."""
-    group = process_group or metric.process_group
+    group = process_group or metric.process_group or getattr(dist_sync_fn, "group", None)
     lengths = {}
     for name, reduction in metric._reductions.items():
         entries = getattr(metric, name)

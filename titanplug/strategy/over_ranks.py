@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from titanplug.mesh import Mesh, ParallelDims
 from titanplug.parallel.parallelize import Parallelized
+from titanplug.parallel.pipeline.runtime import PipelineRuntime
 from titanplug.parallel.pipeline.stages import PipelineStages
 from titanplug.plan import ParallelPlan
 from titanplug.strategy.after_exception import AfterException
@@ -60,6 +61,11 @@ class OverRanks(ModelParallelStrategy):
     def pipeline(self) -> PipelineStages | None:
         """The pipeline stages; None without pipeline, and before the module is laid out."""
         return None if self._layout is None else self._layout.pipeline
+
+    @property
+    def pipeline_runtime(self) -> PipelineRuntime | None:
+        """What runs the pipeline's schedules; None without pipeline."""
+        return self._running.runtime
 
     @property
     def _laid_out(self) -> Parallelized:

@@ -19,12 +19,13 @@ from typing_extensions import override
 from titanplug.errors import ConfigError
 from titanplug.parallel.fsdp import finish_step, gather_for_step
 from titanplug.parallel.parallelize import Parallelized
-from titanplug.parallel.pipeline.evaluation import forward_table
 from titanplug.parallel.pipeline.runtime import PipelineRuntime
-from titanplug.parallel.pipeline.schedules import build_table
+from titanplug.schedules.catalogue import build_table
+from titanplug.schedules.evaluation import forward_table
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.log_reduction import LogEntry, merge_entries
 from titanplug.strategy.loss_weights import counted
+from titanplug.strategy.metrics import share_metrics, value_over_calls
 from titanplug.strategy.microbatches import Microbatch, merge_outputs, split_batch
 from titanplug.strategy.stage_messages import StageMessages
 from titanplug.strategy.steps import Context, Steps
@@ -53,14 +54,18 @@ class PipelineSteps(Steps):
         device: torch.device,
         num_microbatches: int,
     ) -> None:
-        super().__init__(trainer, module, layout, window, seed, device)
         assert layout.pipeline is not None
         self._stages = layout.pipeline
-        self._stages.on_enter = self.seeds.enter_stage
         group = layout.mesh.group("pp")
-        self.runtime = PipelineRuntime(self._stages, group, device)
+        self.runtime: PipelineRuntime = PipelineRuntime(self._stages, group, device)
         self.messages = StageMessages(group, self._stages.last_rank, device)
+        super().__init__(trainer, module, layout, window, seed, device)
+        self._stages.on_enter = self.seeds.enter_stage
         self.num_microbatches = num_microbatches
+        self.metric_calls: dict[int, list[Any]] = {}
+        """What metrics were called with in the microbatches of the running step, by their ids."""
+        self.keeps_metric_calls = True
+        self._metrics_read: set[int] = set()
         self.in_step = False
         """Whether the user's step runs, on the last stage alone."""
 
@@ -72,6 +77,9 @@ class PipelineSteps(Steps):
         share = self._share(args[0], self._loaders(self._trainer.fit_loop), 0, loop.batch_idx)
         length, index = self._trainer.accumulate_grad_batches, loop.total_batch_idx
         parts = split_batch(self._module, args[0], self.num_microbatches, share.local, fill=True)
+        self.logs.expect(share.local)
+        # They keep outputs alive that the schedule would free.
+        self.keeps_metric_calls = self._is_log_step() or index == 0 or bool(self._metrics_read)
         self._window.start(share)
         self._window.open()
         step = self._step_of("training_step", args[1:], kwargs)
@@ -111,6 +119,8 @@ class PipelineSteps(Steps):
     def _evaluate(self, name: str, loop: Any, context: Context, args: tuple[Any, ...], kwargs: Any) -> Any:
         index = self._served.get(self._loader_idx, 0)
         share = self._share(args[0], self._loaders(loop), self._loader_idx, index)
+        self.logs.expect(share.local)
+        self.keeps_metric_calls = True
         parts = split_batch(self._module, args[0], self.num_microbatches, share.local, fill=False)
         step = self._step_of(name, args[1:], kwargs)
         done = _Parts(len(parts))
@@ -133,9 +143,14 @@ class PipelineSteps(Steps):
         return output
 
     @override
+    def prepare_metrics(self) -> None:
+        super().prepare_metrics()
+        share_metrics(self._metrics, self)
+
+    @override
     def share_states(self) -> None:
-        for child in self._module.modules():
-            if isinstance(child, Metric) and any(child._persistent.values()):
+        for child in self._metrics:
+            if any(child._persistent.values()):
                 own = {name: getattr(child, name) for name in child._defaults}
                 for name, value in self.messages.share(own).items():
                     setattr(child, name, value)
@@ -198,13 +213,28 @@ class PipelineSteps(Steps):
     ) -> tuple[Any, list[LogEntry], int | Tensor]:
         """Output, logged values and count of the whole batch, on every stage."""
         message: Any = None
+        calls_of, self.metric_calls = self.metric_calls, {}
         if self._stages.holds_last:
             output = merge_outputs(done.outputs, rows, done.counts if train else None)
             count: Any = sum(done.counts) if train else 0
             entries = merge_entries(done.logs)
+            for entry in entries:
+                if isinstance(entry.value, Metric) and entry.on_step(bool(self._trainer.training)):
+                    self._recompute(entry, calls_of.get(id(entry.value), []))
             message = output, [self._packed(entry) for entry in entries], count
         output, packed, count = self.messages.share(message)
         return output, [self._unpacked(entry) for entry in packed], count
+
+    def _recompute(self, entry: LogEntry, calls: list[Any]) -> None:
+        """The value of a step is over all of its microbatches; a metric keeps that of the last one."""
+        if self.logs.is_read(entry):
+            self._metrics_read.add(id(entry.value))
+        if len(calls) > 1:
+            self.in_step = True
+            try:
+                entry.value._forward_cache = value_over_calls(entry.value, calls)
+            finally:
+                self.in_step = False
 
     def _packed(self, entry: LogEntry) -> tuple[Any, ...]:
         value: Any = entry.value

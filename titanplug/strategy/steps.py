@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torchmetrics import Metric
 
 from titanplug.mesh import Mesh
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.logits import gather_logits
 from titanplug.parallel.parallelize import Parallelized
+from titanplug.parallel.pipeline.runtime import PipelineRuntime
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.loaders import HasShares, Share
 from titanplug.strategy.logs import StepLogs
 from titanplug.strategy.loss_weights import num_rows
 from titanplug.strategy.manual import ManualStep
-from titanplug.strategy.metrics import metrics_untouched
+from titanplug.strategy.metrics import find_metrics, metrics_untouched, prepare_metrics
 from titanplug.strategy.step_seeds import StepSeeds
 
 _PAST_A_UNIT = (
@@ -46,6 +48,9 @@ class Steps:
         device: this rank's device.
     """
 
+    runtime: PipelineRuntime | None = None
+    """What runs a pipeline's schedules."""
+
     def __init__(
         self,
         trainer: Trainer,
@@ -68,6 +73,8 @@ class Steps:
         self.logs = StepLogs(module, layout.mesh.group("loss"), size, device, self._is_log_step)
         self._served: dict[int, int] = {}
         self._loader_idx = 0
+        self._metrics: list[Metric] = []
+        self.prepare_metrics()
 
     # ---------------------------------------------------------------- which batch this is
 
@@ -79,6 +86,24 @@ class Steps:
         self._loader_idx = loader_idx
         index = self._served[loader_idx] = self._served.get(loader_idx, -1) + 1
         self.seeds.begin("transfer", index, loader_idx)
+
+    def received(self, batch: Any) -> None:
+        """The batch is on the device; what is logged before its step weighs as it."""
+        if self._trainer.training:
+            index, loop = self._trainer.fit_loop.epoch_loop.batch_idx + 1, self._trainer.fit_loop
+            share = self._share(batch, self._loaders(loop), 0, index)
+        else:
+            active: Any = self._trainer._active_loop
+            index = self._served[self._loader_idx]
+            share = self._share(batch, self._loaders(active), self._loader_idx, index)
+        if index == 0:
+            self.prepare_metrics()
+        self.logs.expect(share.local)
+
+    def prepare_metrics(self) -> None:
+        """Let metrics, also those that have come during the run, work over ranks."""
+        self._metrics = find_metrics(self._module)
+        prepare_metrics(self._metrics, self._mesh.group("loss"))
 
     def restart_count(self) -> None:
         """An evaluation starts."""
@@ -182,7 +207,7 @@ class Steps:
 
     def _metrics_of(self, rows: int) -> AbstractContextManager[None]:
         """Where none of the rows count, metrics are put back afterwards."""
-        return nullcontext() if rows else metrics_untouched(self._module)
+        return nullcontext() if rows or not self._metrics else metrics_untouched(self._metrics)
 
     def _whole(self, output: Any) -> Any:
         return gather_logits(output) if self._gathers_logits and output is not None else output

@@ -26,16 +26,16 @@ from titanplug.parallel.buffers import broadcast_buffers
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.local_optimizer import LocalShards
 from titanplug.parallel.parallelize import Parallelized, parallelize, switches
-from titanplug.parallel.pipeline.schedules import chunks_per_rank, default_microbatches, resolve_schedule
 from titanplug.parallel.pipeline.split import ordered_modules, split_as_given
 from titanplug.parallel.pipeline.stages import PipelineOptions, require_covered
 from titanplug.parallel.styles import TensorOptions
 from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
+from titanplug.schedules.catalogue import chunks_per_rank, default_microbatches, resolve_schedule
 from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.launcher import ScriptLauncher
-from titanplug.strategy.metrics import move_to_device, prepare_metrics, share_metrics
+from titanplug.strategy.metrics import move_to_device
 from titanplug.strategy.optimization import Optimization
 from titanplug.strategy.over_ranks import OverRanks
 from titanplug.strategy.peer_checks import check_batch
@@ -266,7 +266,6 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         self._layout = self._lay_out(module)
         self.model = module
         move_to_device(module, self.root_device)
-        prepare_metrics(module, self.mesh.group("loss"))
         self._window = GradientWindow(
             module,
             self._layout,
@@ -302,10 +301,8 @@ class TitanStrategy(Optimization, Saving, OverRanks):
             return Steps(*common)
         facts = self._pipeline_facts
         number = facts.num_microbatches or default_microbatches(facts.schedule, self.parallel_dims.pp)
-        steps = PipelineSteps(*common, number)
         install_pipeline_loop(trainer)
-        share_metrics(module, steps)
-        return steps
+        return PipelineSteps(*common, number)
 
     def _pipeline_options(self) -> PipelineOptions:
         facts = self._pipeline_facts
@@ -379,7 +376,9 @@ class TitanStrategy(Optimization, Saving, OverRanks):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._running.receive(dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        self._running.received(batch)
+        return batch
 
     @override
     def on_train_start(self) -> None:

@@ -1,6 +1,6 @@
 """Runs a schedule on one rank: forwards, backwards and the messages between stages.
 
-The order of everything, messages included, is the table's (:mod:`titanplug.parallel.pipeline.schedules`).
+The order of everything, messages included, is the table's (:mod:`titanplug.schedules.catalogue`).
 Receives are started where the table has them and waited for where the tensor is needed; sends are never
 waited for before the end. A microbatch may have any shape: the first time that a stage sees a new one, its
 neighbour sends a header with the shape of the hidden states; after that both know it.
@@ -11,6 +11,7 @@ Gradients are added up on the parameters; nothing is scaled, the weight of each 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,9 @@ from torch import Tensor
 from titanplug.compat import split_backward
 from titanplug.errors import TitanplugError
 from titanplug.parallel.local_parameter import graph_leaf, hand_over_gradient
-from titanplug.parallel.pipeline.schedules import Action, ScheduleTable, Work
-from titanplug.parallel.pipeline.simulate import TimedAction
 from titanplug.parallel.pipeline.stages import PipelineStages
+from titanplug.schedules.catalogue import Action, ScheduleTable, Work
+from titanplug.schedules.simulate import TimedAction
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER_LENGTH = 16
@@ -62,7 +63,8 @@ class PipelineRuntime:
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
         self._specs: dict[tuple[int, Hashable], HiddenSpec] = {}
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._on_cpu = device.type == "cpu"
         self.timed: list[TimedAction] | None = None
         """Set to a list, each computation is timed into it."""
         # The first messages of a group need all of its ranks on some backends.
@@ -92,16 +94,13 @@ class PipelineRuntime:
         batch = _Batch(self, run_stage, [(signature, train) for signature in signatures], train)
         for action in table.rows[self._stages.rank]:
             try:
-                if self.timed is None:
-                    batch.act(action)
-                else:
-                    start = time.perf_counter()
-                    batch.act(action)
-                    if action.work in _NAMES:
-                        end = time.perf_counter()
-                        self.timed.append(
-                            TimedAction(action.stage, action.work, action.microbatch, start, end)
+                batch.act(action)
+                if self.timed is not None and action.work in _NAMES:
+                    self.timed.append(
+                        TimedAction(
+                            action.stage, action.work, action.microbatch, batch.started_s, self._now_s()
                         )
+                    )
             except BaseException as error:
                 error.add_note(self._where(action))
                 raise
@@ -118,12 +117,18 @@ class PipelineRuntime:
             f"microbatch {action.microbatch}."
         )
 
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # only while computations are timed
+        return time.perf_counter()
+
     # ---------------------------------------------------------------- messages
 
     def send(self, tensor: Tensor, stage: int) -> None:
         """Start to send to the rank of another stage."""
         tensor = tensor.contiguous()
-        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()  # its tensor may go
         self._sends.append((self._start(dist.isend, tensor, stage), tensor))
 
     def receive(self, tensor: Tensor, stage: int) -> dist.Work:
@@ -132,6 +137,10 @@ class PipelineRuntime:
 
     def _start(self, operation: Any, tensor: Tensor, stage: int) -> dist.Work:
         peer = self._ranks[self._stages.stage_to_rank[stage]]
+        if self._on_cpu:
+            work: dist.Work = operation(tensor, peer, self._group)
+            return work
+        # On the group's own communicator; a plain send would make one for each pair of ranks.
         works = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self._group)])
         return works[0]
 
@@ -198,6 +207,8 @@ class _Batch:
         self._output_grads: dict[Key, tuple[Tensor, dist.Work | None]] = {}
         self._input_grads: dict[Key, Tensor] = {}
         self._weight_work: dict[Key, Any] = {}
+        self.started_s = 0.0
+        """When the latest computation began, after what it needs had arrived; where they are timed."""
         self._do = {
             Work.FORWARD: self._forward,
             Work.BACKWARD: self._backward,
@@ -211,7 +222,15 @@ class _Batch:
 
     def act(self, action: Action) -> None:
         """Carry out one action of the table."""
+        if self._runtime.timed is not None:
+            self.started_s = self._runtime._now_s()
         self._do[action.work](action.stage, action.microbatch)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+            if self._runtime.timed is not None:
+                self.started_s = self._runtime._now_s()
 
     def _is_here(self, stage: int) -> bool:
         return self._stages.stage_to_rank[stage] == self._stages.rank
@@ -233,8 +252,7 @@ class _Batch:
                 received = before.detach().requires_grad_(self._train and before.requires_grad)
             else:
                 received, work = self._inputs.pop((stage, microbatch))
-                if work is not None:
-                    work.wait()
+                self._wait(work)
         output = self._run_stage(stage, microbatch, received)
         if stage < self._stages.num_stages - 1:
             self._outputs[stage, microbatch] = output
@@ -261,8 +279,7 @@ class _Batch:
         if self._is_here(stage + 1):
             return self._input_grads.pop((stage + 1, microbatch), None)
         grad, work = self._output_grads.pop((stage, microbatch), (None, None))
-        if work is not None:
-            work.wait()
+        self._wait(work)
         return grad
 
     def _backward(self, stage: int, microbatch: int) -> None:

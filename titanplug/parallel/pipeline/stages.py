@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from titanplug.errors import ConfigError, TitanplugError
-from titanplug.parallel.pipeline.schedules import chunks_per_rank, stage_to_rank
 from titanplug.parallel.pipeline.split import module_costs, ordered_modules, split_as_given, split_by_cost
 from titanplug.plan import PipelineOrder
+from titanplug.schedules.catalogue import chunks_per_rank, stage_to_rank
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PipelineOptions:
     """How a model is cut into stages and in which order they run.
 
     Args:
-        schedule: name of the schedule, as :func:`titanplug.parallel.pipeline.schedules.resolve_schedule`
+        schedule: name of the schedule, as :func:`titanplug.schedules.catalogue.resolve_schedule`
             has it.
         chunks: stages of a rank; None: as the schedule has it.
         split: for each stage the names of its modules; None: by cost.
@@ -98,7 +99,7 @@ class PipelineStages:
     _received: Tensor | None = None
     _used: int = 0
     _sent: Tensor | None = None
-    _parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict, repr=False)
+    _placeholders: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def num_stages(self) -> int:
@@ -197,7 +198,7 @@ class PipelineStages:
         bounds = self.bounds[self._stage]
         if position < bounds.start:
             assert self._received is not None
-            return self._received.detach().new_full((), float("nan")).expand(self._received.shape)
+            return self._placeholder(self._received)
         if position == bounds.stop and self._used:
             hidden = _first_of(args, kwargs)
             if not isinstance(hidden, Tensor):
@@ -214,7 +215,18 @@ class PipelineStages:
             "Correct the order in the plan (first, layers, last) to that of the model's forward."
         )
 
-    @property
+    def _placeholder(self, like: Tensor) -> Tensor:
+        """A tensor of NaN that takes no memory."""
+        key = like.shape, like.dtype, like.device
+        found = self._placeholders.get(key)
+        if found is None:
+            if len(self._placeholders) > 64:  # lengths that never come again
+                self._placeholders.clear()
+            nan = like.detach().new_full((), float("nan"))
+            found = self._placeholders[key] = nan.expand(like.shape)
+        return found
+
+    @cached_property
     def _stages_here(self) -> list[int]:
         return [stage for stage, rank in enumerate(self.stage_to_rank) if rank == self.rank]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanplug.parallel.pipeline.actions import ScheduleTable, Work
-from titanplug.parallel.pipeline.lowering import simulate_rows
+from titanplug.schedules.actions import ScheduleTable, Work
+from titanplug.schedules.lowering import simulate_rows
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanplug.errors import ConfigError
-from titanplug.parallel.pipeline.actions import Action, Rows, ScheduleTable, Work
-from titanplug.parallel.pipeline.lowering import add_messages
+from titanplug.schedules.actions import Action, Rows, ScheduleTable, Work
+from titanplug.schedules.lowering import add_messages
 
 _CELL = re.compile(r"([0-9]{1,9})(F|B|I|W)([0-9]{1,9})")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from titanplug.parallel.pipeline.actions import Action, ScheduleTable, Work
-from titanplug.parallel.pipeline.lowering import add_messages
+from titanplug.schedules.actions import Action, ScheduleTable, Work
+from titanplug.schedules.lowering import add_messages
 
 
 @cache

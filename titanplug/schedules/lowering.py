@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from titanplug.errors import ConfigError
-from titanplug.parallel.pipeline.actions import Action, Rows, Work
+from titanplug.schedules.actions import Action, Rows, Work
 
 UNIT_COSTS: Mapping[Work, float] = {
     Work.FORWARD: 1,

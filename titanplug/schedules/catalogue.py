@@ -10,10 +10,10 @@ from itertools import count, islice
 from pathlib import Path
 
 from titanplug.errors import ConfigError
-from titanplug.parallel.pipeline.actions import COMPUTE, SENDS, Action, ScheduleTable, Work
-from titanplug.parallel.pipeline.lowering import add_messages
-from titanplug.parallel.pipeline.orders import compute_order
-from titanplug.parallel.pipeline.schedule_file import parse_csv, write_csv
+from titanplug.schedules.actions import COMPUTE, SENDS, Action, ScheduleTable, Work
+from titanplug.schedules.lowering import add_messages
+from titanplug.schedules.orders import compute_order
+from titanplug.schedules.schedule_file import parse_csv, write_csv
 
 __all__ = [
     "COMPUTE",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from titanplug.parallel.pipeline.actions import Action, Rows, Work
+from titanplug.schedules.actions import Action, Rows, Work
 
 
 def compute_order(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Rows:

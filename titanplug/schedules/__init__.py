@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: names, orders, tables with messages, and what they cost."""

@@ -13,7 +13,8 @@ usage: titanplug COMMAND [arguments]
 4D parallelism for an ordinary LightningModule.
 
 Commands:
-  train    train a model:  titanplug train experiment=quickstart
+  train     train a model:  titanplug train experiment=quickstart
+  schedule  compare pipeline schedules:  titanplug schedule --pp 4 --microbatches 8
 
 titanplug COMMAND --help tells more; titanplug --version the version.
 """
@@ -33,6 +34,10 @@ def main() -> None:
         from titanplug.train import main as train
 
         train()
+    elif command == "schedule":
+        from titanplug.report.schedules import main as schedule
+
+        schedule(arguments)
     else:
         print(f"titanplug: there is no command {command!r}.\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(2)

@@ -9,7 +9,8 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
@@ -136,6 +137,33 @@ def tell_namespaces_apart() -> None:
         )
 
     checks._check_mixed_imports = check
+
+
+@contextmanager
+def one_group_for_equal_ranks() -> Iterator[None]:
+    """Inside, device meshes that are made share a process group wherever it has the same ranks.
+
+    torch makes a group for each axis and view, one for each rank alone where the degree is 1. Under gloo each
+    has a thread that wakes up a hundred times a second; under NCCL each in use has buffers.
+    """
+    from torch.distributed import device_mesh
+
+    own = device_mesh.new_group
+    known: dict[Any, Any] = {}
+
+    def new_group(ranks: Any = None, **options: Any) -> Any:
+        # All ranks make all groups in one order, so all find the same ones here.
+        alike = {name: value for name, value in options.items() if name != "group_desc"}
+        key = (None if ranks is None else tuple(ranks), repr(alike))
+        if key not in known:
+            known[key] = own(ranks=ranks, **options)
+        return known[key]
+
+    device_mesh.new_group = new_group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        device_mesh.new_group = own
 
 
 def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:

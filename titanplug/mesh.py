@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias, get_args
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanplug.compat import one_group_for_equal_ranks
 from titanplug.errors import ConfigError
 
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -110,13 +111,14 @@ class Mesh:
             device_type: ``"cpu"`` or ``"cuda"``.
         """
         self.dims = dims
-        self.device = init_device_mesh(
-            device_type, tuple(dims.degrees.values()), mesh_dim_names=tuple(dims.degrees)
-        )
-        # Flattened views are made here and kept: slicing one from the root later is deprecated.
-        self._views: dict[View, DeviceMesh] = {
-            view: self.device[axes]._flatten(view) for view, axes in VIEWS.items()
-        }
+        with one_group_for_equal_ranks():
+            self.device = init_device_mesh(
+                device_type, tuple(dims.degrees.values()), mesh_dim_names=tuple(dims.degrees)
+            )
+            # Flattened views are made here and kept: slicing one from the root later is deprecated.
+            self._views: dict[View, DeviceMesh] = {
+                view: self.device[axes]._flatten(view) for view, axes in VIEWS.items()
+            }
 
     def __getitem__(self, name: Axis | View) -> DeviceMesh:
         """The one-dimensional mesh of an axis or of a view."""

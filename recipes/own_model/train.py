@@ -4,6 +4,7 @@ python train.py                         one process
 python train.py --devices 2             two shards (FSDP2)
 python train.py --devices 2 --tp 2      each layer on two processes
 python train.py --devices 4 --tp 2      both
+python train.py --devices 2 --pp 2      two pipeline stages
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from model import GPT
 from titanplug import (
     ColwiseParallel,
     ParallelPlan,
+    PipelineOrder,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -60,6 +62,10 @@ class LitGPT(L.LightningModule):
                 "model.head": ColwiseParallel(input="sequence", output="logits"),
             },
             fsdp_units=["model.blocks.*"],
+            # For pipeline stages: the order in which the modules run.
+            pipeline=PipelineOrder(
+                first=("model.embedding",), layers="model.blocks", last=("model.norm", "model.head")
+            ),
             heads=(self.hparams.num_heads, self.hparams.num_heads),
         )
 
@@ -83,19 +89,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=1, help="processes")
     parser.add_argument("--tp", type=int, default=1, help="processes that share a layer")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--global-batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed or bf16-true")
     args = parser.parse_args()
 
     L.seed_everything(0, verbose=False)
-    shards = args.devices // args.tp
+    shards = args.devices // (args.tp * args.pp)
     data = TextDataModule(ByteTokenizer(), seq_len=128, batch_size=args.global_batch // shards, seed=0)
     trainer = L.Trainer(
         accelerator="auto",
         devices=args.devices,
         precision=args.precision,
-        strategy=TitanStrategy(dp_shard=shards, tp=args.tp),
+        strategy=TitanStrategy(dp_shard=shards, tp=args.tp, pp=args.pp, pp_schedule="1F1B"),
         max_steps=args.steps,
         log_every_n_steps=10,
         gradient_clip_val=1.0,

@@ -25,7 +25,6 @@ from titanplug.callbacks import WeightAverage
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.gradients import local_tensor
 from titanplug.strategy.checkpoint import consolidate
-from titanplug.strategy.foreign_callbacks import adapt_callbacks
 
 CASE = Case(num_rows=48, accumulate=2)  # 3 steps an epoch of 6 batches
 EPOCHS = 3
@@ -366,14 +365,8 @@ def test_a_checkpoint_is_evaluated_by_its_average(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------
 
 
-class Adapted(TitanStrategy):
-    def setup(self, trainer: L.Trainer) -> None:
-        super().setup(trainer)
-        adapt_callbacks(trainer, self.dp_size)
-
-
 def monitor(rank: int, world_size: int, degrees: dict[str, Any], folder: Path) -> None:
-    strategy, now = Adapted(**degrees), iter(range(1000))
+    strategy, now = TitanStrategy(**degrees), iter(range(1000))
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(perf_counter=lambda: next(now))  # a second for each batch
         patch.setattr("lightning.pytorch.callbacks.throughput_monitor.time", clock)

@@ -3,8 +3,17 @@
 from titanplug.callbacks.gradient_norm import GradientNorm
 from titanplug.callbacks.layout_summary import LayoutSummary
 from titanplug.callbacks.loss_curve import LossCurve
+from titanplug.callbacks.pipeline_timeline import PipelineTimeline
 from titanplug.callbacks.run_summary import RunSummary
 from titanplug.callbacks.step_lines import StepLines
 from titanplug.callbacks.weight_average import WeightAverage
 
-__all__ = ["GradientNorm", "LayoutSummary", "LossCurve", "RunSummary", "StepLines", "WeightAverage"]
+__all__ = [
+    "GradientNorm",
+    "LayoutSummary",
+    "LossCurve",
+    "PipelineTimeline",
+    "RunSummary",
+    "StepLines",
+    "WeightAverage",
+]

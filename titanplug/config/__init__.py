@@ -47,6 +47,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "callbacks": {
         "step_lines": components.StepLinesConfig,
         "loss_curve": components.LossCurveConfig,
+        "pipeline_timeline": components.PipelineTimelineConfig,
         "run_summary": components.RunSummaryConfig,
         "model_checkpoint": components.ModelCheckpointConfig,
         "weight_average": components.WeightAverageConfig,

@@ -222,6 +222,20 @@ class LossCurveConfig:
 
 
 @dataclass
+class PipelineTimelineConfig:
+    """A picture of one training step of a pipeline, measured.
+
+    Args:
+        path: of the picture, .png or .svg.
+        step: which batch is timed, counted from 0.
+    """
+
+    _target_: str = "titanplug.callbacks.PipelineTimeline"
+    path: str = "${paths.run_dir}/pipeline.svg"
+    step: int = 3
+
+
+@dataclass
 class RunSummaryConfig:
     """The last line of a run.
 

@@ -42,6 +42,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def has_shards(optimizer: Optimizer) -> bool:
+    """Whether any of an optimizer's parameters is a DTensor."""
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
 class LocalShards:
     """Lets one optimizer see local shards while it steps.
 

@@ -77,7 +77,7 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position, names: Chec
             split = [states.split_tensors(state) for state in rest.get(_OPTIMIZERS, [])]
             tensors |= {_optimizer_key(i): state for i, (_, state) in enumerate(split)}
             for group, values in rest.get(LIKE_PARAMETERS, {}).items():
-                tensors[_like_key(group)] = values
+                tensors[_like_key(group)] = names.with_whole_names(values)
             if loaders := states.loader_states(checkpoint):
                 tensors[states.loader_key(*position)] = states.pack(loaders)
         with agreed(f"preparing {path}"):
@@ -148,7 +148,9 @@ def load(
             reader.read_optimizer(_optimizer_key(index), saved[index], names, optimizer)
         if LIKE_PARAMETERS in rest:
             groups = rest[LIKE_PARAMETERS]
-            rest[LIKE_PARAMETERS] = {g: reader.read_like_parameters(_like_key(g), names) for g in groups}
+            rest[LIKE_PARAMETERS] = {
+                g: names.with_own_names(reader.read_like_parameters(_like_key(g), names)) for g in groups
+            }
         loaders = reader.read_loaders(position)
         if loaders is not None:
             states.put_loader_states(rest, loaders)
@@ -220,11 +222,12 @@ def _load_file(
         own = names.own_counted(counted, states.group_names(names, optimizer))
         optimizer.load_state_dict(states.shard_state(own, optimizer))
     for group, values in rest.get(LIKE_PARAMETERS, {}).items():
-        rest[LIKE_PARAMETERS][group] = {
+        own = {
             name: states.shard_like(values[name], parameter, name)
             for name, parameter in names.parameters.items()
             if name in values
         }
+        rest[LIKE_PARAMETERS][group] = names.with_own_names(own)
     return rest
 
 

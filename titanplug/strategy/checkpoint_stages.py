@@ -27,9 +27,11 @@ class CheckpointNames:
         self._group = None if layout is None or layout.pipeline is None else layout.mesh.group("pp")
         aliases = {} if self._stages is None else {t.alias: t.name for t in self._stages.tied if t.alias}
         self._parameters: dict[str, nn.Parameter] = {}
+        self._own_names: dict[str, str] = {}
         for name, parameter in module.named_parameters():
             own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
             self._parameters[aliases.get(own, own)] = parameter
+            self._own_names[aliases.get(own, own)] = own
         self._by_id = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def name_of(self, parameter: Tensor) -> str:
@@ -45,6 +47,14 @@ class CheckpointNames:
     def entries(self) -> list[str]:
         """Entries of the whole model's state that other ranks may hold."""
         return [] if self._stages is None else self._stages.state_names
+
+    def with_whole_names(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Values by this rank's names of its parameters, by the names of the one-process model."""
+        return {name: values[own] for name, own in self._own_names.items() if own in values}
+
+    def with_own_names(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The reverse of :meth:`with_whole_names`."""
+        return {own: values[name] for name, own in self._own_names.items() if name in values}
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether a parameter is one of another stage's."""

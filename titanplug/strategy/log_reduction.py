@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from titanplug.errors import TitanplugError
+from titanplug.strategy.microbatches import stack_numbers
 
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 # Rows that are reduced at a time. Ranks with different keys still send the same first rows.
@@ -104,9 +105,7 @@ def _merged(entries: list[LogEntry]) -> LogEntry:
     values = torch.stack([entry.value for entry in entries])
     weights: Any = sum(entry.weight for entry in entries)
     if first.kind == "mean":
-        shares = torch.stack([torch.as_tensor(e.weight, dtype=torch.float64) for e in entries]).to(
-            values.device
-        )
+        shares = stack_numbers([entry.weight for entry in entries], values.device)
         value = ((values.double() * shares).sum() / shares.sum().clamp_min(1e-300)).to(values.dtype)
     elif first.kind == "sum":
         value = values.sum()

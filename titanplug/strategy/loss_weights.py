@@ -113,6 +113,8 @@ class LossWeights:
             window: batches in a full accumulation window.
         """
         divisor = self._divisor(count, total, window)
+        if not isinstance(count, Tensor):
+            return loss * (count / divisor)
         return loss * (torch.as_tensor(count, dtype=torch.float64, device=loss.device) / divisor).to(
             loss.dtype
         )

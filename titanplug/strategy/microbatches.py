@@ -66,8 +66,13 @@ def split_batch(
         batches = [batch]
     else:
         batches = _split(batch, rows, sizes, "batch")
+    if callable(own):
+        signatures = [_signature(part) for part in batches]
+    else:  # parts of one size are alike
+        first = {size: _signature(batches[sizes.index(size)]) for size in dict.fromkeys(sizes)}
+        signatures = [first[size] for size in sizes]
     counts = sizes if num_counting else [0] * num_real
-    parts = [Microbatch(part, n, _signature(part)) for part, n in zip(batches, counts, strict=True)]
+    parts = [Microbatch(*part) for part in zip(batches, counts, signatures, strict=True)]
     if fill:
         parts += [replace(parts[0], rows=0)] * (num_parts - num_real)
     return parts
@@ -180,9 +185,16 @@ def _merge(values: list[Any], rows: list[int]) -> Any:
     return first if all(value == first for value in values) else values
 
 
+def stack_numbers(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers and 0-dim tensors as one tensor in float64."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
+
+
 def _mean(values: list[Any], weights: Sequence[Any]) -> Tensor:
     """Mean of 0-dim tensors, each weighing as much as it is a mean over; 0 over nothing."""
     stacked = torch.stack([torch.as_tensor(value) for value in values])
-    shares = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=stacked.device) for w in weights])
+    shares = stack_numbers(weights, stacked.device)
     total = (stacked.double().where(shares > 0, 0.0) * shares).sum() / shares.sum().clamp_min(1.0)
     return total.to(stacked.dtype)

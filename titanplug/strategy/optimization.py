@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from titanplug.parallel.fsdp import set_gradient_sync
-from titanplug.parallel.local_optimizer import LocalShards, is_elementwise
+from titanplug.parallel.local_optimizer import LocalShards, has_shards, is_elementwise
 from titanplug.strategy.over_ranks import OverRanks
 from titanplug.strategy.peer_checks import check_gradients
 
@@ -86,7 +86,7 @@ class Optimization(OverRanks):
         if self._check_peers:
             check_gradients(self._module, self.mesh, self.root_device)
         shards = self._local_shards.get(optimizer)
-        if shards is None and is_elementwise(optimizer):
+        if shards is None and is_elementwise(optimizer) and has_shards(optimizer):
             shards = self._local_shards[optimizer] = LocalShards(optimizer)
         if shards is not None:
             shards.enter()

@@ -8,11 +8,14 @@ first time and by its number from then on.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from titanplug.strategy.microbatches import stack_numbers
 
 _HEAD = 64  # numbers in the first message, the number of the form among them
 
@@ -48,8 +51,9 @@ class StageMessages:
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
         self._group, self._source, self._device = group, source, device
         self.is_source = dist.get_rank(group) == source
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._forms: list[Any] = []
+        self._sends: list[tuple[Any, Tensor]] = []
 
     def share(self, value: Any) -> Any:
         """The last stage's ``value``; a collective. Other stages may pass anything.
@@ -60,24 +64,24 @@ class StageMessages:
         return self._send(value) if self.is_source else self._receive()
 
     def _send(self, value: Any) -> Any:
+        self._finish_sends()
         numbers: list[Any] = []
         arrays: list[Tensor] = []
         form = _take_apart(value, numbers, arrays)
-        packed = pickle.dumps(form)
-        known = self._numbers.get(packed)
+        known = self._numbers.get(key := _key(form))
         index = len(self._numbers) if known is None else known
         slots = torch.zeros(max(_HEAD, 1 + len(numbers)), dtype=torch.float64, device=self._device)
         slots[0] = index
         if numbers:
-            slots[1 : 1 + len(numbers)] = _stacked(numbers, self._device)
+            slots[1 : 1 + len(numbers)] = stack_numbers(numbers, self._device)
         self._broadcast(slots[:_HEAD])
         if known is None:
-            self._numbers[packed] = index
+            self._numbers[key] = index
             dist.broadcast_object_list([form], group=self._group, group_src=self._source)
         if len(slots) > _HEAD:
             self._broadcast(slots[_HEAD:])
         for array in arrays:
-            self._broadcast(array.to(self._device))
+            self._broadcast(array.to(self._device, copy=True))  # the caller's may change meanwhile
         return _put_together(form, iter(slots[1:].tolist()), iter(arrays), self._device)
 
     def _receive(self) -> Any:
@@ -101,7 +105,26 @@ class StageMessages:
         return _put_together(form, iter(values[1:]), iter(arrays), self._device)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=self._source)
+        work = dist.broadcast(tensor, group=self._group, group_src=self._source, async_op=True)
+        if self.is_source:
+            # The last stage is done first, and others still run backwards: it doesn't wait for them.
+            self._sends.append((work, tensor))
+        else:
+            work.wait()
+
+    def _finish_sends(self) -> None:
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+
+def _key(form: Any) -> Hashable:
+    """What equal forms have in common."""
+    try:
+        hash(form)
+    except TypeError:
+        return pickle.dumps(form)
+    return form  # type: ignore[no-any-return]
 
 
 def _take_apart(value: Any, numbers: list[Any], arrays: list[Tensor]) -> Any:
@@ -147,9 +170,3 @@ def _count_numbers(form: Any) -> int:
     if isinstance(form, _Node):
         return sum(map(_count_numbers, form.children))
     return int(isinstance(form, _Number))
-
-
-def _stacked(numbers: list[Any], device: torch.device) -> Tensor:
-    if not any(isinstance(number, Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])

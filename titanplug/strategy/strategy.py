@@ -33,6 +33,7 @@ from titanplug.plan import ParallelPlan, plan_of_models, resolve_plan
 from titanplug.schedules.catalogue import chunks_per_rank, default_microbatches, resolve_schedule
 from titanplug.strategy.after_exception import AfterException
 from titanplug.strategy.data import DataSharding
+from titanplug.strategy.foreign_callbacks import adapt_callbacks
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.launcher import ScriptLauncher
 from titanplug.strategy.metrics import move_to_device
@@ -262,6 +263,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        adapt_callbacks(trainer, self.dp_size)
         module = self._module
         self._layout = self._lay_out(module)
         self.model = module

@@ -2,9 +2,11 @@
 
     python -m benchmarks.pipeline [--rounds 5] [--schedules 1F1B Interleaved1F1B] [--output x.json]
 
-Contestants alternate in one run, two ranks each, 8 microbatches a step. Compared is the processor time of
-both ranks per step (their sum, so that waiting for each other doesn't count), median of the rounds' ratios;
-wall time and peak memory beside it. Every round checks that both compute the same losses.
+Two ranks, 8 microbatches a step. Compared is the processor time of both ranks per step (their sum, so that
+waiting for each other doesn't count): contestants take turns step by step in the same processes, since
+separate runs on a shared machine differ by more than what is measured; shown are the median over all steps
+and the quartiles. Wall time and peak memory are of separate runs in turn, medians of the rounds' ratios.
+Every round checks that both compute the same losses.
 
 - ``titan``: the ordinary module through ``Trainer(strategy=TitanStrategy(pp=2, dp_shard=1, ...))``;
 - ``torch``: a hand-written loop on torch.distributed.pipelining, the same model cut into the same stages.
@@ -17,7 +19,8 @@ import gc
 import json
 import os
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,12 @@ def run_torch_pipeline(
 
     The loss of each step goes into ``losses`` on the rank that has the last stage.
     """
+    for step in torch_steps(workload, world_size, schedule=schedule, losses=losses):
+        mark(step)
+
+
+def torch_steps(workload: Workload, world_size: int, *, schedule: str, losses: list[float]) -> Iterator[int]:
+    """The loop, one step at a time; the first thing it gives is -1, when all is set up."""
     stages = build_stages(workload, schedule, dist.get_rank(), world_size)
     run: Any
     if schedule == "1F1B":
@@ -156,7 +165,7 @@ def run_torch_pipeline(
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     first, last = stages[0].is_first, stages[-1].is_last
-    mark(-1)
+    yield -1
     for step, batch in enumerate(batches(workload, 0, 1)):
         optimizer.zero_grad()
         inputs = (batch["input_ids"],) if first else ()
@@ -165,7 +174,7 @@ def run_torch_pipeline(
         optimizer.step()
         if parts:
             losses.append(float(torch.stack(parts).detach().sum()))
-        mark(step)
+        yield step
 
 
 def _part_of_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -199,6 +208,45 @@ def measure_with_losses(
     return measure(rank, world_size, run_collected, workload, DEGREES), losses
 
 
+def measure_in_turn(rank: int, world_size: int, workload: Workload, schedule: str) -> dict[str, list[float]]:
+    """Processor time of each step of both contestants, which take turns step by step in one process.
+
+    What else a shared machine does falls on both alike, which separate runs can't have.
+    """
+    seconds: dict[str, list[float]] = {"titan": [], "torch": []}
+    own: list[float] = []
+    peer: Iterator[int] | None = None
+    before = 0.0
+
+    def mark(step: int) -> None:
+        nonlocal peer, before
+        now = time.process_time()
+        if peer is None:  # the process group is there
+            peer = torch_steps(workload, world_size, schedule=schedule, losses=[])
+            next(peer)
+        else:
+            seconds["titan"].append(now - before)
+            next(peer)
+            seconds["torch"].append(time.process_time() - now)
+        if step == WARM_UP - 2:
+            gc.collect()
+        before = time.process_time()
+
+    run_titan_pipeline(workload, DEGREES, world_size, mark, schedule=schedule, losses=own)
+    return {name: values[WARM_UP:] for name, values in seconds.items()}
+
+
+def ratio_in_turn(schedule: str, workload: Workload, rounds: int) -> tuple[float, float, float]:
+    """Median over steps of titan's processor time over torch's, both ranks summed; and the quartiles."""
+    ratios: list[float] = []
+    for _ in range(rounds):
+        ranks = run_ranks(measure_in_turn, DEGREES["pp"], workload, schedule, init_process_group=False)
+        steps = zip(*(zip(rank["titan"], rank["torch"], strict=True) for rank in ranks), strict=True)
+        ratios += [sum(a for a, _ in step) / sum(b for _, b in step) for step in steps]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
 def run_round(schedule: str, workload: Workload, number: int = 0) -> dict[str, dict[str, float]]:
     """Each contestant once, in turn the one and the other first.
 
@@ -225,7 +273,7 @@ def run_round(schedule: str, workload: Workload, number: int = 0) -> dict[str, d
 
 
 def compare(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Medians, and median, least and largest of the rounds' ratios of titan to torch."""
+    """Medians, and medians of the rounds' ratios of titan to torch."""
     keys = list(rounds[0]["titan"])
     ratios = {key: [r["titan"][key] / r["torch"][key] for r in rounds] for key in keys}
     return {
@@ -234,8 +282,6 @@ def compare(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
             for name in CONTESTANTS
         },
         "titan / torch": {key: round(statistics.median(values), 3) for key, values in ratios.items()},
-        "least": {key: round(min(values), 3) for key, values in ratios.items()},
-        "largest": {key: round(max(values), 3) for key, values in ratios.items()},
     }
 
 
@@ -250,10 +296,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(f"{'schedule':16} {'size':7} {'ms cpu (titan, torch)':22} {'ms wall':15} titan / torch")
+    print(f"{'':16} {'':7} {'of separate runs':22} {'':15} cpu step by step, the rest of separate runs")
     for size in arguments.sizes:
         for schedule in arguments.schedules:
             rounds = [run_round(schedule, SIZES[size], number) for number in range(arguments.rounds)]
             table = results[f"{schedule}, {size}"] = compare(rounds)
+            table["in turn"] = ratio_in_turn(schedule, SIZES[size], arguments.rounds)
             print(_line(schedule, size, table), flush=True)
     print(f"load after: {os.getloadavg()[0]:.1f}")
     if arguments.output:
@@ -263,12 +311,12 @@ def main() -> None:
 def _line(schedule: str, size: str, table: dict[str, Any]) -> str:
     titan, torch_ = table["median"]["titan"], table["median"]["torch"]
     times = [f"{titan[key] * 1e3:.1f}, {torch_[key] * 1e3:.1f}" for key in ("cpu_s", "wall_s")]
-    ratio, least, largest = table["titan / torch"], table["least"], table["largest"]
-    met = "met" if ratio["cpu_s"] <= DEMANDED[size] else "NOT MET"
-    spread = f"{least['cpu_s']:.3f} to {largest['cpu_s']:.3f}"
+    ratio, (middle, low, high) = table["titan / torch"], table["in turn"]
+    met = "met" if middle <= DEMANDED[size] else "NOT MET"
+    spread = f"{low:.3f} to {high:.3f}"
     return (
         f"{schedule:16} {size:7} {times[0]:22} {times[1]:15} "
-        f"cpu {ratio['cpu_s']:.3f} ({spread}; at most {DEMANDED[size]}: {met}) "
+        f"cpu {middle:.3f} ({spread}; at most {DEMANDED[size]}: {met}) "
         f"wall {ratio['wall_s']:.3f} memory {ratio['memory_mib']:.3f}"
     )
 

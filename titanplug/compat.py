@@ -9,6 +9,7 @@ import functools
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -137,6 +138,13 @@ def tell_namespaces_apart() -> None:
         )
 
     checks._check_mixed_imports = check
+
+
+def hide_warnings_of_lightning() -> None:
+    """Leave out a warning to Lightning's developers that torch 2.13 prints on every rank (2.6 asks so)."""
+    warnings.filterwarnings(
+        "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
+    )
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from tests.harness import reference, run_ranks
 from titanplug.strategy import checkpoint, checkpoint_files
 from titanplug.strategy.checkpoint import CheckpointError, consolidate
 
+NAMES = checkpoint.CheckpointNames(torch.nn.Module())  # for modules that are whole on a rank
+
 
 def build(value: float = 1.0) -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
@@ -68,7 +70,7 @@ def test_failure_on_one_rank_is_everybodys(target: Any, name: str, rank: int, tm
     def save_twice(own_rank: int, world_size: int) -> tuple[str, Tensor]:
         module = build_sharded(own_rank, world_size, 1.0)
         loops = {"loops": {"fit_loop": {"state_dict": {"combined_loader": [{"at": 3}]}}}}
-        checkpoint.save(content(module, note=1, **loops), path, (own_rank, world_size))
+        checkpoint.save(content(module, note=1, **loops), path, (own_rank, world_size), NAMES)
         for parameter in module.parameters():
             nn.init.constant_(parameter, 2.0)
 
@@ -79,9 +81,9 @@ def test_failure_on_one_rank_is_everybodys(target: Any, name: str, rank: int, tm
             if own_rank == rank:
                 patch.setattr(target, name, fail)
             message = message_of(
-                checkpoint.save, content(module, note=2, **loops), path, (own_rank, world_size)
+                checkpoint.save, content(module, note=2, **loops), path, (own_rank, world_size), NAMES
             )
-        rest = checkpoint.load(path, module, [], (own_rank, world_size))
+        rest = checkpoint.load(path, module, [], (own_rank, world_size), NAMES)
         assert rest["note"] == 1
         return message, module[0].weight.full_tensor()  # type: ignore[index]
 
@@ -103,7 +105,7 @@ def test_interrupted_save_is_replaced_and_never_seen(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "publish", interrupt)
         with pytest.raises(Killed):
-            checkpoint.save(content(build()), path, (0, 1))
+            checkpoint.save(content(build()), path, (0, 1), NAMES)
     assert entries(tmp_path) == {".writing"}
     assert entries(tmp_path / ".writing") == {"last.ckpt"}
     stale = tmp_path / ".writing" / "last.ckpt" / "stale"
@@ -111,9 +113,9 @@ def test_interrupted_save_is_replaced_and_never_seen(tmp_path: Path) -> None:
 
     callback = ModelCheckpoint(tmp_path, save_last=True)
     assert callback._find_last_checkpoints(None) == set()  # type: ignore[arg-type]
-    assert "does not exist" in message_of(checkpoint.load, path, build(), [], (0, 1))
+    assert "does not exist" in message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
 
-    checkpoint.save(content(build()), path, (0, 1))
+    checkpoint.save(content(build()), path, (0, 1), NAMES)
     assert callback._find_last_checkpoints(None) == {str(path)}  # type: ignore[arg-type]
     assert entries(tmp_path) == {"last.ckpt"}
     assert "stale" not in entries(path)
@@ -122,30 +124,30 @@ def test_interrupted_save_is_replaced_and_never_seen(tmp_path: Path) -> None:
 def test_replaces_a_file_or_a_link(tmp_path: Path) -> None:
     """What plain Lightning has left, and ModelCheckpoint(save_last="link")."""
     older = tmp_path / "epoch=0.ckpt"
-    checkpoint.save(content(build(1.0)), older, (0, 1))
+    checkpoint.save(content(build(1.0)), older, (0, 1), NAMES)
     link, file = tmp_path / "last.ckpt", tmp_path / "file.ckpt"
     link.symlink_to(older.name)
     file.write_bytes(b"x")
     for path in (link, file):
-        checkpoint.save(content(build(2.0)), path, (0, 1))
+        checkpoint.save(content(build(2.0)), path, (0, 1), NAMES)
         assert path.is_dir() and not path.is_symlink()
     module = build(0.0)
-    checkpoint.load(older, module, [], (0, 1))
+    checkpoint.load(older, module, [], (0, 1), NAMES)
     assert module[0].weight.max() == 1.0  # type: ignore[index]
 
 
 def test_no_other_directory_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    checkpoint.save(content(build()), tmp_path / "work", (0, 1))  # an empty one is nobody's
+    checkpoint.save(content(build()), tmp_path / "work", (0, 1), NAMES)  # an empty one is nobody's
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.txt").touch()
-    message = message_of(checkpoint.save, content(build()), tmp_path / "own", (0, 1))
+    message = message_of(checkpoint.save, content(build()), tmp_path / "own", (0, 1), NAMES)
     assert "isn't a checkpoint" in message
     assert entries(tmp_path / "own") == {"thesis.txt"}
 
 
 def test_urls_are_refused() -> None:
-    message = message_of(checkpoint.save, content(build()), Path("s3://bucket/last.ckpt"), (0, 1))
+    message = message_of(checkpoint.save, content(build()), Path("s3://bucket/last.ckpt"), (0, 1), NAMES)
     assert "s3:/bucket/last.ckpt" in message and "file system" in message
 
 
@@ -156,7 +158,7 @@ def test_urls_are_refused() -> None:
 
 def test_missing_and_incomplete(tmp_path: Path) -> None:
     def load(rank: int, world_size: int, path: Path) -> str:
-        return message_of(checkpoint.load, path, build(), [], (0, 1))
+        return message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
 
     for path, found in [(tmp_path / "no.ckpt", "does not exist"), (tmp_path, "is a directory")]:
         for message in run_ranks(load, 2, path):
@@ -169,8 +171,8 @@ def test_one_rank_that_sees_no_file(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 
     def load(rank: int, world_size: int) -> str:
-        checkpoint.save(content(build()), path, (0, 1))
-        return message_of(checkpoint.load, path / ("x" * rank), build(), [], (0, 1))
+        checkpoint.save(content(build()), path, (0, 1), NAMES)
+        return message_of(checkpoint.load, path / ("x" * rank), build(), [], (0, 1), NAMES)
 
     for message in run_ranks(load, 2):
         assert "rank 1" in message and "does not exist" in message
@@ -182,16 +184,16 @@ def test_module_that_differs(in_file: bool, tmp_path: Path) -> None:
     if in_file:
         torch.save({"state_dict": build().state_dict()}, path)
     else:
-        checkpoint.save(content(build()), path, (0, 1))
+        checkpoint.save(content(build()), path, (0, 1), NAMES)
     other = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 3))
-    message = message_of(checkpoint.load, path, other, [], (0, 1))
+    message = message_of(checkpoint.load, path, other, [], (0, 1), NAMES)
     assert "missing: 2.bias, 2.weight" in message
     assert "not in the module: 1.bias" in message
     assert "strict_loading=False" in message
-    checkpoint.load(path, other, [], (0, 1), strict=False)
+    checkpoint.load(path, other, [], (0, 1), NAMES, strict=False)
     assert torch.equal(other[0].weight, torch.ones(5, 3))
     wider = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 3))
-    message = message_of(checkpoint.load, path, wider, [], (0, 1))
+    message = message_of(checkpoint.load, path, wider, [], (0, 1), NAMES)
     assert "5" in message and "6" in message
 
 
@@ -207,19 +209,19 @@ def test_objects_are_refused_unless_trusted(in_file: bool, tmp_path: Path) -> No
         torch.save({"state_dict": build().state_dict(), "hyper_parameters": Thing(2)}, path)
     else:
         with pytest.warns(UserWarning, match=r"weights_only=False.*Thing.*save_hyperparameters"):
-            checkpoint.save(content(build(), hyper_parameters=Thing(2)), path, (0, 1))
-    message = message_of(checkpoint.load, path, build(), [], (0, 1))
+            checkpoint.save(content(build(), hyper_parameters=Thing(2)), path, (0, 1), NAMES)
+    message = message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
     assert "weights_only=False" in message and "Thing" in message
-    rest = checkpoint.load(path, build(), [], (0, 1), weights_only=False)
+    rest = checkpoint.load(path, build(), [], (0, 1), NAMES, weights_only=False)
     assert rest["hyper_parameters"] == Thing(2)
 
 
 def test_objects_in_loader_states_are_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     loops = {"fit_loop": {"state_dict": {"combined_loader": [Thing(3)]}}}
-    checkpoint.save(content(build(), loops=loops), path, (0, 1))
-    assert "weights_only=False" in message_of(checkpoint.load, path, build(), [], (0, 1))
-    rest = checkpoint.load(path, build(), [], (0, 1), weights_only=False)
+    checkpoint.save(content(build(), loops=loops), path, (0, 1), NAMES)
+    assert "weights_only=False" in message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
+    rest = checkpoint.load(path, build(), [], (0, 1), NAMES, weights_only=False)
     assert checkpoint.loader_states(rest) == [Thing(3)]
 
 
@@ -228,8 +230,8 @@ def test_configuration_becomes_plain(tmp_path: Path) -> None:
     config = OmegaConf.create({"lr": 0.1, "layers": [1, "${lr}"], "none": None})
     hparams = {"config": config, "path": tmp_path, "inner": [config.layers], "number": config.lr}
     saved = content(build(), hyper_parameters=hparams, hparams_type=type(config))
-    checkpoint.save(saved, path, (0, 1))
-    rest = checkpoint.load(path, build(), [], (0, 1))
+    checkpoint.save(saved, path, (0, 1), NAMES)
+    rest = checkpoint.load(path, build(), [], (0, 1), NAMES)
     plain = {"lr": 0.1, "layers": [1, 0.1], "none": None}
     assert rest["hyper_parameters"] == {
         "config": plain,
@@ -244,9 +246,9 @@ def test_configuration_becomes_plain(tmp_path: Path) -> None:
 def test_metadata_is_read_without_running_code(tmp_path: Path) -> None:
     """torch reads .metadata with pickle; what isn't its own is refused."""
     path = tmp_path / "a.ckpt"
-    checkpoint.save(content(build()), path, (0, 1))
+    checkpoint.save(content(build()), path, (0, 1), NAMES)
     (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(path).encode() + b"/ran'\ntR.")
-    assert "system" in message_of(checkpoint.load, path, build(), [], (0, 1))
+    assert "system" in message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
     assert not (path / "ran").exists()
 
 

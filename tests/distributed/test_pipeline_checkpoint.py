@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.data import DataLoader
 
 from tests.distributed.case import Case, Module, Rows, build_trainer, whole
@@ -95,14 +97,18 @@ def test_resumes_in_another_layout(saved_by: str, loaded_by: str, tied: bool, tm
             torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_goes_on_from_a_file_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_goes_on_from_a_file_of_one_process(tied: bool, tmp_path: Path) -> None:
+    case = replace(CASE, tied=tied)
     degrees = {"pp": 2, "pp_microbatches": 2}
-    straight = run_ranks(run, 2, degrees, 8, None, None, init_process_group=False)
-    run_ranks(run, 2, degrees, 4, None, str(tmp_path / "middle.ckpt"), init_process_group=False)
+    straight = run_ranks(run, 2, degrees, 8, None, None, case, init_process_group=False)
+    run_ranks(run, 2, degrees, 4, None, str(tmp_path / "middle.ckpt"), case, init_process_group=False)
     file = consolidate(tmp_path / "middle.ckpt", tmp_path / "middle.pt")
     whole_file = torch.load(file, weights_only=True)
-    assert set(whole_file["state_dict"]) == set(Module(CASE).state_dict())
-    resumed = run_ranks(run, 2, degrees, 8, str(file), None, init_process_group=False)
+    assert set(whole_file["state_dict"]) == set(Module(case).state_dict())
+    saved = FileSystemReader(tmp_path / "middle.ckpt").read_metadata().state_dict_metadata
+    assert ("state_dict.model.output.weight" in saved) == (not tied)  # a shared weight is saved once
+    resumed = run_ranks(run, 2, degrees, 8, str(file), None, case, init_process_group=False)
     for losses, weights, _ in resumed:
         torch.testing.assert_close(losses, straight[0][0][4:], rtol=1e-6, atol=0)
         for _, own, _ in straight:

@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 _EXTRA = "extra_states"
+_ALIASES = "shared_weights"
 LIKE_PARAMETERS = "parameter_like"
 """Where callbacks put tensors that are laid out as parameters are: ``{group: {parameter name: tensor}}``."""
 _OPTIMIZERS = "optimizer_states"
@@ -73,7 +74,10 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position, names: Chec
             rest = states.without_loader_states(checkpoint)
             model = rest.pop(MODEL_KEY)
             tensors: dict[str, Any] = {MODEL_KEY: states.tensors_of(model)}
+            aliases = {alias: name for alias, name in names.aliases.items() if alias in model}
             extra = {name: model[name] for name in model.keys() - tensors[MODEL_KEY].keys()}
+            for alias in aliases:  # a shared weight is saved once
+                tensors[MODEL_KEY].pop(alias, None)
             split = [states.split_tensors(state) for state in rest.get(_OPTIMIZERS, [])]
             tensors |= {_optimizer_key(i): state for i, (_, state) in enumerate(split)}
             for group, values in rest.get(LIKE_PARAMETERS, {}).items():
@@ -82,6 +86,7 @@ def save(checkpoint: dict[str, Any], path: Path, position: Position, names: Chec
                 tensors[states.loader_key(*position)] = states.pack(loaders)
         with agreed(f"preparing {path}"):
             rest[_EXTRA] = names.whole_dict(extra)
+            rest[_ALIASES] = names.whole_dict(aliases)
             if _OPTIMIZERS in rest:
                 rest[_OPTIMIZERS] = [names.whole_optimizer(plain) for plain, _ in split]
             if LIKE_PARAMETERS in rest:
@@ -140,7 +145,7 @@ def load(
         reader = CheckpointReader(path, weights_only)
     # Every rank has found the same files: from here on they fail alike, or torch tells them.
     with agreed(f"loading {path}"):
-        reader.read_model(module, names, rest.pop(_EXTRA), strict)
+        reader.read_model(module, names, rest.pop(_EXTRA), rest.pop(_ALIASES, {}), strict)
         saved = rest.pop(_OPTIMIZERS, None)
         if optimizers:
             _require_optimizers(path, saved, len(optimizers))
@@ -178,6 +183,8 @@ def consolidate(path: Path | str, output: Path | str) -> Path:
     whole: dict[str, Any] = load_plain(path / META_FILE, weights_only=True)
     reader = CheckpointReader(path, weights_only=True, alone=True)
     whole[MODEL_KEY] = reader.read_whole(MODEL_KEY) | whole.pop(_EXTRA)
+    for alias, name in whole.pop(_ALIASES, {}).items():
+        whole[MODEL_KEY][alias] = whole[MODEL_KEY][name]
     for index, plain in enumerate(whole.get(_OPTIMIZERS, [])):
         tensors = {
             name: reader.read_whole(f"{_optimizer_key(index)}.{name}", keys)

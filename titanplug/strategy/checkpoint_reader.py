@@ -46,15 +46,30 @@ class CheckpointReader:
         self._metadata: Metadata = self._files.read_metadata()
 
     def read_model(
-        self, module: nn.Module, names: CheckpointNames, extra: dict[str, Any], strict: bool
+        self,
+        module: nn.Module,
+        names: CheckpointNames,
+        extra: dict[str, Any],
+        aliases: dict[str, str],
+        strict: bool,
     ) -> None:
-        """Read parameters and buffers into ``module``; ``extra`` are states that aren't tensors."""
+        """Read parameters and buffers into ``module``.
+
+        Args:
+            module: the laid-out module.
+            names: of its parameters.
+            extra: states that aren't tensors.
+            aliases: other names of saved weights.
+            strict: the checkpoint must have every entry of the module and no others.
+        """
         wanted = states.model_state(module)
-        found = set(states.names_under(MODEL_KEY, self._metadata))
+        found = set(states.names_under(MODEL_KEY, self._metadata)) | aliases.keys()
         if strict:
             states.require_same_names([*wanted, *names.entries], found | extra.keys(), self._path)
         tensors = {name: value for name, value in wanted.items() if name in found}
-        self._fill({MODEL_KEY: tensors})
+        self._fill({MODEL_KEY: {name: value for name, value in tensors.items() if name not in aliases}})
+        for alias, name in sorted(aliases.items()):  # on all ranks: reading is a collective
+            self._fill({MODEL_KEY: {name: tensors[alias]} if alias in tensors else {}})
         rest = {name: value for name, value in extra.items() if name in wanted}
         set_model_state_dict(module, tensors | rest, options=StateDictOptions(strict=strict))
 

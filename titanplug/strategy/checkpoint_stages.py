@@ -26,13 +26,25 @@ class CheckpointNames:
         self._stages = None if layout is None else layout.pipeline
         self._group = None if layout is None or layout.pipeline is None else layout.mesh.group("pp")
         aliases = {} if self._stages is None else {t.alias: t.name for t in self._stages.tied if t.alias}
+        self._aliases = {alias: name for alias, name in aliases.items() if alias != name}
+        firsts: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            own = _plain_name(name)
+            first = firsts.setdefault(id(parameter), aliases.get(own, own))
+            if own != first:
+                self._aliases[own] = first
         self._parameters: dict[str, nn.Parameter] = {}
         self._own_names: dict[str, str] = {}
         for name, parameter in module.named_parameters():
-            own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+            own = _plain_name(name)
             self._parameters[aliases.get(own, own)] = parameter
             self._own_names[aliases.get(own, own)] = own
         self._by_id = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of this rank's shared weights, each with the one that it is saved by."""
+        return self._aliases
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of one of this rank's parameters."""
@@ -152,3 +164,7 @@ class CheckpointNames:
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

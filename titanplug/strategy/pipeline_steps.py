@@ -121,7 +121,9 @@ class PipelineSteps(Steps):
         share = self._share(args[0], self._loaders(loop), self._loader_idx, index)
         self.logs.expect(share.local)
         self.keeps_metric_calls = True
-        parts = split_batch(self._module, args[0], self.num_microbatches, share.local, fill=False)
+        # Where other ranks hold other samples they run as many parts: a step may communicate with them.
+        several = self._mesh["batch"].size() > 1
+        parts = split_batch(self._module, args[0], self.num_microbatches, share.local, fill=several)
         step = self._step_of(name, args[1:], kwargs)
         done = _Parts(len(parts))
 

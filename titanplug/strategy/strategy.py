@@ -19,7 +19,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from titanplug.compat import let_strategy_validate_settings, tell_namespaces_apart
+from titanplug.compat import (
+    hide_warnings_of_lightning,
+    let_strategy_validate_settings,
+    tell_namespaces_apart,
+)
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh, ParallelDims, shared_mesh
 from titanplug.parallel.buffers import broadcast_buffers
@@ -55,6 +59,7 @@ _LAYOUT = "_titanplug_layout"
 
 let_strategy_validate_settings()
 tell_namespaces_apart()
+hide_warnings_of_lightning()
 
 
 class TitanStrategy(Optimization, Saving, OverRanks):

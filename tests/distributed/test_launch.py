@@ -99,6 +99,8 @@ def started(command: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=environment(**env),
         start_new_session=True,
+        # A shell's background jobs ignore it, and so would the script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process

@@ -80,7 +80,8 @@ def composing_error(*overrides: str) -> str:
 
 @pytest.mark.parametrize("option", [*OPTIONS, *PRESETS])
 def test_every_option_composes_resolves_and_passes_the_checks(option: str) -> None:
-    devices = {"parallelism=hsdp": 4, "parallelism=tp": 2, "parallelism=fsdp_tp": 4}.get(option, 1)
+    needed = {"parallelism=hsdp": 4, "parallelism=tp": 2, "parallelism=fsdp_tp": 4, "parallelism=pp": 2}
+    devices = needed.get(option, 1)
     overrides = [option, *([GIVEN[option]] if option in GIVEN else [])]
     if option != "experiment=quickstart":
         overrides.append(f"trainer.devices={devices}")

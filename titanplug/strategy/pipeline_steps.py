@@ -74,7 +74,7 @@ class PipelineSteps(Steps):
     @override
     def train(self, context: Context, args: tuple[Any, ...], kwargs: Any) -> Any:
         loop = self._trainer.fit_loop.epoch_loop
-        share = self._share(args[0], self._loaders(self._trainer.fit_loop), 0, loop.batch_idx)
+        share = self._training_share(args[0])
         length, index = self._trainer.accumulate_grad_batches, loop.total_batch_idx
         parts = split_batch(self._module, args[0], self.num_microbatches, share.local, fill=True)
         self.logs.expect(share.local)

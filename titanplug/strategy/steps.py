@@ -73,6 +73,7 @@ class Steps:
         self.logs = StepLogs(module, layout.mesh.group("loss"), size, device, self._is_log_step)
         self._served: dict[int, int] = {}
         self._loader_idx = 0
+        self._received: tuple[int, Share | None] = -1, None
         self._metrics: list[Metric] = []
         self.prepare_metrics()
 
@@ -92,6 +93,7 @@ class Steps:
         if self._trainer.training:
             index, loop = self._trainer.fit_loop.epoch_loop.batch_idx + 1, self._trainer.fit_loop
             share = self._share(batch, self._loaders(loop), 0, index)
+            self._received = index, share
         else:
             active: Any = self._trainer._active_loop
             index = self._served[self._loader_idx]
@@ -118,14 +120,20 @@ class Steps:
         rows = num_rows(batch)
         return Share(rows, rows if self._mesh["batch"].size() == 1 else None)
 
+    def _training_share(self, batch: Any) -> Share:
+        """What of a training batch counts. Of several loaders the first decides how many rows theirs has."""
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        received, share = self._received
+        if share is None or received != index:  # Lightning hasn't moved it (`dataloader_iter`)
+            share = self._share(batch, self._loaders(self._trainer.fit_loop), 0, index)
+        return share
+
     # ---------------------------------------------------------------- steps
 
     def train(self, context: Context, args: tuple[Any, ...], kwargs: Any) -> Any:
         """``training_step``, its loss counted and its logs passed on."""
         loop = self._trainer.fit_loop.epoch_loop
-        loaders = self._loaders(self._trainer.fit_loop)
-        # Of several loaders the first decides how many rows their combined batch has.
-        share = self._share(args[0], loaders, 0, loop.batch_idx)
+        share = self._training_share(args[0])
         self.seeds.begin("train", loop.total_batch_idx)
         self.logs.start(share.local)
         self._window.start(share)

@@ -187,6 +187,11 @@ def _pipeline_problems(pp: int, facts: RunFacts) -> list[str]:
     for name, weight in (("pp_first_weight", asked.first_weight), ("pp_last_weight", asked.last_weight)):
         if weight is not None and not weight >= 0:
             problems.append(f"{name}={weight!r}: it is a cost in layers, 0 or more. Raise it.")
+        if weight is not None and asked.split is not None:
+            problems.append(
+                f"{name}={weight!r} with pp_split: costs decide only where pp_split isn't given. Leave "
+                "one of them out."
+            )
     if asked.reshard_after_forward:
         problems.append(
             "reshard_after_forward=True with pp > 1: parameters stay gathered for all microbatches of a "

@@ -264,6 +264,37 @@ class SkipModule(Module):
         self.net = Skips().double()
 
 
+class SumsOutside(Odd):
+    """Its residual sums are outside of the layers."""
+
+    def forward(self, ids: Tensor, pad: Tensor, gain: Tensor | None = None) -> Tensor:
+        hidden = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        mask = torch.zeros(1, 1, LENGTH, dtype=hidden.dtype)
+        for layer in self.body:
+            hidden = hidden + layer(hidden, mask)
+        return self.to_words(self.final(hidden))
+
+
+class SumsOutsideModule(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = SumsOutside().double()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.net(batch["ids"], batch["pad"])
+
+
+@pytest.mark.parametrize("call", ["fit", "validate"])
+def test_what_does_not_travel_is_refused_on_the_last_stage_too(call: str) -> None:
+    def run(rank: int, world_size: int) -> None:
+        trainer = build_trainer(world_size, TitanStrategy(pp=2, pp_schedule="1F1B", pp_microbatches=2))
+        getattr(trainer, call)(SumsOutsideModule(), DataLoader(Rows(), batch_size=8))
+
+    with pytest.raises(TitanplugError, match="a residual sum outside of the layer") as caught:
+        run_ranks(run, 2, init_process_group=False, timeout_s=60)
+    assert "what stage 1 (" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -271,7 +302,7 @@ class SkipModule(Module):
         (Never, "returned without a call of the model's modules"),
         (ReturnsNone, "training_step returned None"),
         (OddBatch, "batch['shared'] has shape (6,) in a batch of 8 samples"),
-        (SkipModule, "are NaN"),
+        (SkipModule, "computed is NaN"),
     ],
 )
 def test_refused_in_a_step(build: Any, message: str) -> None:
@@ -351,6 +382,10 @@ def test_refused_before_processes_start(build: Any, options: dict[str, Any], mes
         (
             {"pp": 2, "pp_chunks": 2, "pp_schedule": "GPipe", "pp_first_weight": -1, "tp": 0},
             ["pp_chunks=2", "pp_first_weight=-1", "tp=0"],
+        ),
+        (
+            {"pp": 2, "pp_split": [["a"], ["b"]], "pp_last_weight": 2.0, "pp_schedule": "1F1B"},
+            ["pp_last_weight=2.0 with pp_split"],
         ),
         ({"pp": 2, "reshard_after_forward": True}, ["reshard_after_forward=True with pp > 1"]),
     ],

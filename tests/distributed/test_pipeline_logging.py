@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
@@ -28,6 +28,7 @@ from tests.distributed.test_pipeline_evaluation import (
     samples,
     start,
 )
+from tests.distributed.tiny import ListState
 from tests.harness import reference, run_ranks
 
 
@@ -111,8 +112,7 @@ class LogsToo(Callback):
         self.log("val_of_callback", outputs["logits"].sum(), reduce_fx="sum")
 
 
-# Shows a bug: values of hooks outside of steps weigh 1, not the samples of their batch, and rows that
-# only fill a batch of a data rank count (`StepLogs._samples` isn't set under pp).
+# What hooks outside of steps log weighs by the samples of the batch; rows that only fill it are none of them.
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_logged_value_is_that_of_one_process(layout: str, every: int) -> None:
@@ -152,8 +152,7 @@ def test_csv_files_have_the_values(tmp_path: Path) -> None:
     assert any(line["val_loss"] for line in wanted) and any(line["loss_step"] for line in wanted)
 
 
-# Shows a bug: rank_zero_only values of a step are lost after the call of the model (global rank 0 has not
-# the last stage), and logged once a microbatch before it.
+# Global rank 0 has not the last stage, where the step runs past the call of the model.
 def test_what_only_the_first_rank_logs() -> None:
     class OnlyFirst(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -228,23 +227,6 @@ def test_hooks_see_what_the_step_returned(layout: str, by_targets: bool) -> None
 # ---------------------------------------------------------------- torchmetrics
 
 
-class Rows(Metric):
-    """A list state that is neither reduced nor put together."""
-
-    rows: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("rows", default=[], dist_reduce_fx=None)
-
-    def update(self, x: Tensor) -> None:
-        self.rows.append(x.double())
-
-    def compute(self) -> Tensor:
-        rows = self.rows if isinstance(self.rows, list) else [self.rows]
-        return torch.cat([row.reshape(-1) for row in rows])
-
-
 class Measured(Net):
     """Torchmetrics of every kind, logged as objects or computed by hand."""
 
@@ -258,7 +240,7 @@ class Measured(Net):
             self.add_module(f"{stage}_max", MaxMetric())
             self.add_module(f"{stage}_min", MinMetric())
             self.add_module(f"{stage}_all", CatMetric())
-            self.add_module(f"{stage}_rows", Rows())
+            self.add_module(f"{stage}_rows", ListState())
             several = [MulticlassAccuracy(NUM_CLASSES), MulticlassF1Score(NUM_CLASSES)]
             self.add_module(f"{stage}_several", MetricCollection(several, prefix=f"{stage}_"))
         self.found: list[Any] = []
@@ -353,13 +335,41 @@ class MeasuredEachStep(Net):
         self.found.append({key: float(value) for key, value in values.items() if key.endswith("_step")})
 
 
-# Shows a bug: it is that of the last microbatch.
-def test_metrics_that_are_logged_each_step() -> None:
+@pytest.mark.parametrize("fits", [1, 2])
+def test_metrics_that_are_logged_each_step(fits: int) -> None:
     """The value of a step is that of its whole batch, not of its last microbatch."""
-    found, values = reference(measure, 0, 1, None, MeasuredEachStep, 10)
-    for own, own_values in run_ranks(measure, 2, PP2, MeasuredEachStep, 10, init_process_group=False):
+    found, values = reference(measure, 0, 1, None, MeasuredEachStep, 10, fits)
+    for own, own_values in run_ranks(measure, 2, PP2, MeasuredEachStep, 10, fits, init_process_group=False):
         for row, wanted in zip(own, found, strict=True):
             assert_values(row, wanted)
+        assert_values(own_values, values)
+
+
+class MeasuredByCopies(Net):
+    """A metric that is replaced by a copy of it in each epoch, as some wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+        self.found: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.total = self.total.clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch["x"])
+        self.total(batch["index"].double())
+        self.log("total", self.total, on_step=True, on_epoch=True, metric_attribute="total")
+        return F.cross_entropy(logits, batch["y"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(float(self.trainer.callback_metrics["total_step"]))
+
+
+def test_copies_that_are_logged_each_step() -> None:
+    found, values = reference(measure, 0, 1, None, MeasuredByCopies, 10, 2)
+    for own, own_values in run_ranks(measure, 2, PP2, MeasuredByCopies, 10, 2, init_process_group=False):
+        assert own == found
         assert_values(own_values, values)
 
 
@@ -390,7 +400,7 @@ class MeasuredInside(Net):
         self.right.reset()
 
 
-# Shows a bug: the last stage alone asks for the values of inner metrics, messages of stages get out of step.
+# The last stage alone asks for the values of inner metrics: messages of stages must not get out of step.
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_that_hold_metrics(layout: str) -> None:
     world_size, degrees = LAYOUTS[layout]
@@ -401,7 +411,6 @@ def test_metrics_that_hold_metrics(layout: str) -> None:
         assert_values(own_values, values)
 
 
-# Shows a bug: metrics hold a process group (under dp, too) and a local function.
 def test_metrics_can_be_copied_and_pickled() -> None:
     def run(rank: int, world_size: int) -> list[float]:
         module = Measured()
@@ -438,8 +447,7 @@ class Tracked(Net):
         self.log("val_tracked", self.tracker.compute())
 
 
-# Shows a bug: `prepare_metrics` puts a process group into metrics, which can't be copied then
-# (under dp, too), and under pp a copy does not ask the last stage for its value.
+# Copies are as the metrics are: they gather over the same ranks, and ask the last stage for their value.
 @pytest.mark.parametrize("degrees", [{"pp": 1, "dp_shard": 2}, PP2], ids=["fsdp2", "pp2"])
 def test_metrics_that_are_copied_while_a_run_goes_on(degrees: dict[str, Any]) -> None:
     _, values = reference(measure, 0, 1, None, Tracked, 10)
@@ -459,7 +467,6 @@ class LogsFirst(Net):
         self.log("val_first", batch["index"].double().mean())
 
 
-# Shows a bug, under every layout: what is logged before a step is weighed by the samples of the batch before.
 @pytest.mark.parametrize("degrees", [{"pp": 1, "dp_shard": 2}, PP2], ids=["fsdp2", "pp2"])
 def test_what_is_logged_before_a_step_weighs_as_its_own_batch(degrees: dict[str, Any]) -> None:
     _, values = reference(measure, 0, 1, None, LogsFirst, 9)

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -19,6 +19,7 @@ from tests.harness import reference, run_ranks
 from titanplug.callbacks import PipelineTimeline
 from titanplug.errors import ConfigError
 from titanplug.models import Transformer, TransformerConfig
+from titanplug.plan import ParallelPlan, PipelineOrder
 from titanplug.strategy import TitanStrategy
 from titanplug.strategy.gradient_window import NonFiniteGradientError
 
@@ -173,6 +174,55 @@ def test_initial_weights_are_bitwise_those_of_one_process(tied: bool) -> None:
             assert torch.equal(value, expected[own]), name
             held.add(own)
     assert held == expected.keys()
+
+
+class HeadFirst(nn.Module):
+    """Its head is registered before the embedding with which it shares its weight, so that has its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 33, bias=False)
+        self.embedding = nn.Embedding(33, 8)
+        self.embedding.weight = self.head.weight
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(pipeline=PipelineOrder(("embedding",), "layers", ("head",)))
+
+
+class LitHeadFirst(OnMeta):
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = HeadFirst()  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.0)
+
+
+def head_first(rank: int, world_size: int, degrees: dict[str, Any]) -> tuple[Tensor, set[str]]:
+    L.seed_everything(11, verbose=False)
+    module = LitHeadFirst(tied=True)
+    trainer = build_trainer(world_size, TitanStrategy(**degrees, meta_init=True), max_steps=1)
+    trainer.fit(module, DataLoader(Rows(Case()), batch_size=4))
+    saved = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+    held = {name: whole(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    weight = held.get("model.head.weight", held.get("model.embedding.weight"))
+    assert weight is not None
+    return weight, {name for name in saved if "layers" not in name}
+
+
+def test_a_shared_weight_has_the_name_and_the_values_that_one_process_gives_it() -> None:
+    (expected,) = run_ranks(head_first, 1, {}, init_process_group=False)
+    assert expected[1] == {"model.head.weight"}
+    degrees = {"pp": 2, "pp_schedule": "1F1B", "pp_microbatches": 2}
+    for weight, names in run_ranks(head_first, 2, degrees, init_process_group=False):
+        assert torch.equal(weight, expected[0]) and names == expected[1]
 
 
 def draw(rank: int, world_size: int, path: str) -> bool:

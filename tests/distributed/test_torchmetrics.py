@@ -7,30 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from tests.distributed.tiny import DP2_TP2, DP4, Tiny, fit, numbered
+from tests.distributed.tiny import DP2_TP2, DP4, ListState, Tiny, fit, numbered
 from tests.harness import run_ranks
 
 # ---------------------------------------------------------------- torchmetrics
-
-
-class Rows(Metric):
-    """A list state that is neither reduced nor put together."""
-
-    rows: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("rows", default=[], dist_reduce_fx=None)
-
-    def update(self, x: Tensor) -> None:
-        self.rows.append(x.double())
-
-    def compute(self) -> Tensor:
-        rows = self.rows if isinstance(self.rows, list) else [self.rows]
-        return torch.cat([row.reshape(-1) for row in rows])
 
 
 class Measured(Tiny):
@@ -39,7 +22,7 @@ class Measured(Tiny):
         for stage in ("train", "val"):
             self.add_module(f"{stage}_sum", SumMetric())
             self.add_module(f"{stage}_all", CatMetric())
-            self.add_module(f"{stage}_rows", Rows())
+            self.add_module(f"{stage}_rows", ListState())
             self.add_module(f"{stage}_mean", MeanMetric())
             self.add_module(
                 f"{stage}_errors",

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchmetrics import Metric
 
 from tests.distributed.case import build_trainer, whole
 from titanplug import ParallelPlan, ReplicateParallel, TitanStrategy
@@ -30,6 +31,23 @@ class Indices(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return int(index)
+
+
+class ListState(Metric):
+    """A metric with a list state that is neither reduced nor put together."""
+
+    rows: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx=None)
+
+    def update(self, x: Tensor) -> None:
+        self.rows.append(x.double())
+
+    def compute(self) -> Tensor:
+        rows = self.rows if isinstance(self.rows, list) else [self.rows]
+        return torch.cat([row.reshape(-1) for row in rows])
 
 
 class Groups(Sampler[list[int]]):

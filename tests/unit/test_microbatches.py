@@ -75,6 +75,16 @@ def test_tensors_have_a_row_for_each_sample() -> None:
     assert "batch['inner'][0]['positions'] has shape (2,) in a batch of 4 samples" in str(caught.value)
 
 
+class Fixed(dict[str, Any]):
+    def __init__(self) -> None:
+        super().__init__(x=torch.zeros(4, 2))
+
+
+def test_a_mapping_that_cannot_be_built_from_its_parts() -> None:
+    with pytest.raises(ConfigError, match="holds a Fixed, which can't be built from a dict"):
+        split_batch(None, Fixed(), 2, 4, fill=False)
+
+
 def test_outputs_are_those_of_the_batch() -> None:
     values = [(1.0, 1, 2, 2.0), (3.0, 3, 1, 5.0), (9.0, 0, 1, 9.0)]
     outputs = [

@@ -23,10 +23,10 @@ from titanplug.schedules.catalogue import (
     default_microbatches,
     resolve_schedule,
     schedule_problems,
-    splits_backward,
     stage_to_rank,
     write_csv,
 )
+from titanplug.schedules.evaluation import forward_table
 from titanplug.schedules.lowering import add_messages
 from titanplug.schedules.orders import compute_order
 
@@ -144,7 +144,8 @@ def test_every_table_runs_with_receives_that_block(name: str) -> None:
                     whole = (stage, "B", item) in done
                     split = [(stage, letter, item) in done for letter in "IW"]
                     assert split == [not whole, not whole]
-            forwards = run_blocking(table.forward_only(), rendezvous=rendezvous)
+            evaluation = forward_table(table.stage_to_rank, table.num_microbatches)
+            forwards = run_blocking(evaluation, rendezvous=rendezvous)
             assert sorted(forwards) == sorted(action for action in done if action[1] == "F")
         ran += 1
     assert ran >= 15
@@ -176,7 +177,8 @@ def test_number_of_messages(num_ranks: int, num_microbatches: int) -> None:
     for name in ("GPipe", "1F1B"):
         table = build_table(name, num_ranks, num_microbatches)
         assert table.num_messages == 2 * num_microbatches * (num_ranks - 1)
-        assert table.forward_only().num_messages == num_microbatches * (num_ranks - 1)
+        evaluation = forward_table(table.stage_to_rank, num_microbatches)
+        assert evaluation.num_messages == num_microbatches * (num_ranks - 1)
     for name in LOOPED:
         for chunks in (2, 3):
             table = build_table(name, num_ranks, num_microbatches, chunks)
@@ -194,7 +196,8 @@ def test_a_small_table_in_full() -> None:
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     ]
     assert [" ".join(map(str, row)) for row in table.compute_rows] == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-    assert table.forward_only().compute_rows[1] == (Action(1, Work.FORWARD, 0), Action(1, Work.FORWARD, 1))
+    evaluation = forward_table(table.stage_to_rank, 2)
+    assert evaluation.compute_rows[1] == (Action(1, Work.FORWARD, 0), Action(1, Work.FORWARD, 1))
 
 
 def test_a_gradient_is_sent_before_the_weights_are_done() -> None:
@@ -279,12 +282,6 @@ def test_chunks() -> None:
             chunks_per_rank("Interleaved1F1B", given)
 
 
-def test_which_schedules_split_backward() -> None:
-    for name in SCHEDULES:
-        works = {action.work for row in build_table(name, 4, 8).rows for action in row}
-        assert splits_backward(name) == (Work.BACKWARD_WEIGHT in works)
-
-
 # ---------------------------------------------------------------------------- problems
 
 
@@ -357,7 +354,6 @@ def test_a_file_gives_the_table_back(name: str, tmp_path: Path) -> None:
     assert chunks_per_rank(str(path), None) == table.num_stages // 2
     assert stage_to_rank(str(path), 2, 0) == table.stage_to_rank
     assert default_microbatches(str(path), 2) == 4
-    assert splits_backward(str(path)) == splits_backward(name)
 
 
 @pytest.mark.parametrize("name", SCHEDULES[2:])

@@ -144,6 +144,14 @@ def test_what_is_elsewhere_says_so() -> None:
     assert not hasattr(model.norm, "weight")
 
 
+def test_a_covered_name_is_enough_for_a_shared_parameter() -> None:
+    model = transformer(tie_embeddings=True)
+    model.extra = nn.Linear(2, 2)  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as caught:
+        require_covered(model, ["tok_embeddings", "layers", "norm"])
+    assert "output.weight" not in str(caught.value) and "extra.weight" in str(caught.value)
+
+
 class Shuffled(nn.Module):
     """Runs its layers in another order than the plan says."""
 

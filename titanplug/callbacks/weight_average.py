@@ -21,9 +21,9 @@ from titanplug.errors import ConfigError
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.gradients import local_tensor
 from titanplug.parallel.local_parameter import dtensor_like
+from titanplug.parallel.names import plain_name
 
 _SECTION, _KEY = "parameter_like", "WeightAverage"
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class WeightAverage(Callback):
@@ -281,10 +281,7 @@ class _Parameters:
     def __init__(self, module: nn.Module) -> None:
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self.free_gathered()  # while whole parameters are gathered, the module shows those
-        self.named = [
-            (".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter)
-            for name, parameter in module.named_parameters()
-        ]
+        self.named = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
 
     def free_gathered(self) -> None:
         """Free whole parameters, so that the next forward uses the shards as they are then."""

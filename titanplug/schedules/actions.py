@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +30,6 @@ class Work(StrEnum):
 
 COMPUTE = frozenset({Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT})
 SENDS = frozenset({Work.SEND_F, Work.SEND_B})
-_FORWARD_ONLY = frozenset({Work.FORWARD, Work.SEND_F, Work.RECV_F})
 
 
 class Action(NamedTuple):
@@ -48,6 +47,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.work}{self.microbatch}"
+
+
+def stages_of(stage_to_rank: Sequence[int], rank: int) -> list[int]:
+    """The stages that a rank holds, ascending."""
+    return [stage for stage, holder in enumerate(stage_to_rank) if holder == rank]
 
 
 Rows: TypeAlias = tuple[tuple[Action, ...], ...]
@@ -76,7 +80,7 @@ class ScheduleTable:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank holds, ascending."""
-        return [stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank]
+        return stages_of(self.stage_to_rank, rank)
 
     @property
     def compute_rows(self) -> Rows:
@@ -87,10 +91,6 @@ class ScheduleTable:
     def num_messages(self) -> int:
         """How many messages are sent in a step, over all ranks."""
         return sum(action.work in SENDS for row in self.rows for action in row)
-
-    def forward_only(self) -> ScheduleTable:
-        """The table of an evaluation: the forwards and their messages, in the same order."""
-        return replace(self, rows=_kept(self.rows, _FORWARD_ONLY))
 
 
 def _kept(rows: Rows, works: Iterable[Work]) -> Rows:

@@ -27,7 +27,6 @@ __all__ = [
     "default_microbatches",
     "resolve_schedule",
     "schedule_problems",
-    "splits_backward",
     "stage_to_rank",
     "write_csv",
 ]
@@ -102,14 +101,6 @@ def stage_to_rank(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]
     if name in _V_SHAPED:
         return (*range(num_ranks), *reversed(range(num_ranks)))
     return tuple(stage % num_ranks for stage in range(num_ranks * num_chunks))
-
-
-def splits_backward(name: str) -> bool:
-    """Whether a schedule runs the backward for the input and for the weights at different times."""
-    name = resolve_schedule(name)
-    if _is_file(name):
-        return any(action.work is Work.BACKWARD_INPUT for row in _file_table(name).rows for action in row)
-    return name in ("InterleavedZeroBubble", *_V_SHAPED)
 
 
 def schedule_problems(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
-from titanplug.schedules.actions import Action, ScheduleTable, Work
+from titanplug.schedules.actions import Action, ScheduleTable, Work, stages_of
 from titanplug.schedules.lowering import add_messages
 
 
@@ -24,7 +23,7 @@ def forward_table(stage_to_rank: tuple[int, ...], num_microbatches: int) -> Sche
     rows = tuple(
         tuple(
             Action(stage, Work.FORWARD, microbatch)
-            for stage in _stages_of(stage_to_rank, rank)
+            for stage in stages_of(stage_to_rank, rank)
             for microbatch in range(num_microbatches)
         )
         for rank in range(num_ranks)
@@ -33,7 +32,3 @@ def forward_table(stage_to_rank: tuple[int, ...], num_microbatches: int) -> Sche
     return ScheduleTable(
         "evaluation", num_ranks, len(stage_to_rank), num_microbatches, stage_to_rank, messages
     )
-
-
-def _stages_of(stage_to_rank: Sequence[int], rank: int) -> list[int]:
-    return [stage for stage, holder in enumerate(stage_to_rank) if holder == rank]

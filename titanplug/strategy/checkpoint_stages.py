@@ -8,10 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanplug.parallel.names import plain_name
 from titanplug.parallel.parallelize import Parallelized
 from titanplug.strategy.checkpoint_files import CheckpointError
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class CheckpointNames:
@@ -29,14 +28,14 @@ class CheckpointNames:
         self._aliases = {alias: name for alias, name in aliases.items() if alias != name}
         firsts: dict[int, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            own = _plain_name(name)
+            own = plain_name(name)
             first = firsts.setdefault(id(parameter), aliases.get(own, own))
             if own != first:
                 self._aliases[own] = first
         self._parameters: dict[str, nn.Parameter] = {}
         self._own_names: dict[str, str] = {}
         for name, parameter in module.named_parameters():
-            own = _plain_name(name)
+            own = plain_name(name)
             self._parameters[aliases.get(own, own)] = parameter
             self._own_names[aliases.get(own, own)] = own
         self._by_id = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -164,7 +163,3 @@ class CheckpointNames:
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -66,7 +66,7 @@ class SharesStages(Protocol):
 def share_metrics(metrics: list[Metric], steps: SharesStages) -> None:
     """Let metrics, which the last pipeline stage alone updates, give its results on every stage.
 
-    May be called again: metrics that have come since then are added.
+    May be called again, for metrics that have come since then or for the steps of another run.
 
     Called on all stages alike, outside of steps, ``compute`` asks the last stage. Inside of a step, which
     that stage runs alone, it is what it was.
@@ -74,30 +74,18 @@ def share_metrics(metrics: list[Metric], steps: SharesStages) -> None:
     for metric in metrics:
         own = metric.compute
         if isinstance(own, _ComputeOnLast):
-            if own.steps is steps:
-                continue
             own = own.own
-        else:
-            metric.register_forward_hook(_Record(steps), with_kwargs=True)
         metric.__dict__["compute"] = _ComputeOnLast(own, steps)
+        if _record_call not in metric._forward_hooks.values():  # a copy has it, too
+            metric.register_forward_hook(_record_call, with_kwargs=True)
 
 
-class _Record:
-    """Keeps what a metric is called with in a step."""
-
-    def __init__(self, steps: SharesStages) -> None:
-        self._steps = steps
-
-    def __call__(self, metric: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self._steps is not None and self._steps.in_step and self._steps.keeps_metric_calls:
-            detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            self._steps.metric_calls.setdefault(id(metric), []).append(detached)
-
-    def __deepcopy__(self, memo: Any) -> _Record:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _Record, (None,)
+def _record_call(metric: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """A forward hook that keeps what a metric is called with in the running step."""
+    compute = metric.__dict__.get("compute")
+    if isinstance(compute, _ComputeOnLast) and compute.steps.in_step and compute.steps.keeps_metric_calls:
+        detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        compute.steps.metric_calls.setdefault(id(metric), []).append(detached)
 
 
 def value_over_calls(metric: Metric, calls: list[Any]) -> Any:

@@ -113,8 +113,11 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     try:
         return type(mapping)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
+    except TypeError as error:
+        raise ConfigError(
+            f"the batch holds a {type(mapping).__name__}, which can't be built from a dict of its parts. Use "
+            f"a plain dict, or split batches yourself in the LightningModule: {_EXAMPLE}."
+        ) from error
 
 
 def _sequence(value: Any, items: list[Any]) -> Any:

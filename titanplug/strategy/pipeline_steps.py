@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -136,8 +137,7 @@ class PipelineSteps(Steps):
             done.add(number, self._whole(output), self.logs.take_part(part.rows))
             return received if received is not None else torch.zeros(())
 
-        if self._units:
-            gather_for_step(self._units)
+        gather_for_step(self._units)
         self._run(run_stage, parts, train=False)
         self.seeds.end(index)
         output, entries, _ = self._share_results(done, [part.rows for part in parts], train=False)
@@ -263,15 +263,8 @@ class _Parts:
         self.counts: list[Any] = [0] * number
 
     def add(self, number: int, output: Any, logs: list[LogEntry], count: int | Tensor = 0) -> None:
-        self.outputs[number], self.logs[number], self.counts[number] = _detached(output), logs, count
-
-
-def _detached(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, dict):
-        return {key: _detached(value) for key, value in output.items()}
-    return output
+        self.outputs[number] = tree_map_only(Tensor, Tensor.detach, output)
+        self.logs[number], self.counts[number] = logs, count
 
 
 def _require_loss(output: Any) -> Any:

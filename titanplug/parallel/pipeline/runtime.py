@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +70,8 @@ class PipelineRuntime:
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
         self._specs: dict[tuple[int, Hashable], HiddenSpec] = {}
+        self._seen: set[Hashable] = set()
+        """Shapes for which the model's output has been checked."""
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._on_cpu = device.type == "cpu"
         self.timed: list[TimedAction] | None = None
@@ -149,15 +153,15 @@ class PipelineRuntime:
         works = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self._group)])
         return works[0]
 
-    def send_spec(self, stage: int, signature: Hashable, hidden: Tensor) -> HiddenSpec:
-        """Tell the next stage what comes, where it can't know it; returns what it expects.
+    def send_spec(self, stage: int, signature: Hashable, hidden: Tensor) -> None:
+        """Tell the next stage what comes, where it can't know it.
 
         Raises:
             TitanplugError: it expects something else.
         """
         known = self._specs.get((stage, signature))
         if known is not None and known.fits(hidden):
-            return known
+            return
         spec = HiddenSpec(tuple(hidden.shape), hidden.dtype, hidden.requires_grad)
         if known is None:
             self._require_finite(stage, hidden)
@@ -169,7 +173,6 @@ class PipelineRuntime:
                 "shapes. The next stage must know their shape beforehand, so it may depend on the shapes in "
                 "the batch only, not on its values. Pad instead of leaving out, or use pp=1."
             )
-        return spec
 
     def receive_spec(self, stage: int, signature: Hashable) -> HiddenSpec:
         """What the stage before ``stage`` sends for batches of these shapes."""
@@ -180,14 +183,28 @@ class PipelineRuntime:
             known = self._specs[stage - 1, signature] = _read_header(header)
         return known
 
-    def _require_finite(self, stage: int, hidden: Tensor) -> None:
-        if hidden.isnan().any():
+    @contextmanager
+    def watch_output(self, stage: int, signature: Hashable) -> Iterator[None]:
+        """Check what the model returns on the last stage, for the first batch of these shapes."""
+        last = stage == self._stages.num_stages - 1
+        if not last or signature in self._seen:
+            yield
+            return
+        self._stages.on_output = partial(self._require_finite, stage)
+        try:
+            yield
+        finally:
+            self._stages.on_output = None
+        self._seen.add(signature)
+
+    def _require_finite(self, stage: int, hidden: Any) -> None:
+        if isinstance(hidden, Tensor) and hidden.isnan().any():
             names, bounds = self._stages.names, self._stages.bounds[stage]
             raise TitanplugError(
-                f"the hidden states that stage {stage} ({names[bounds.start]} to {names[bounds.stop - 1]}) "
-                "computed are NaN. Between stages only the first argument of a layer travels; a layer that "
-                "uses other results of earlier modules (a skip connection, a second output) gets NaN in "
-                "their place, so that nothing is silently wrong. Let the layers pass on one tensor, cut so "
+                f"what stage {stage} ({names[bounds.start]} to {names[bounds.stop - 1]}) computed is NaN. "
+                "Between stages only the first argument of a layer travels; whatever else is used of earlier "
+                "modules (a skip connection, a residual sum outside of the layer, a second output) is NaN in "
+                "its place, so that nothing is silently wrong. Let the layers pass on one tensor, cut so "
                 "that such a connection stays in one stage (pp_split), or use pp=1. If the model itself "
                 "gives NaN, pp=1 does so, too."
             )
@@ -260,7 +277,8 @@ class _Batch:
             else:
                 received, work = self._inputs.pop((stage, microbatch))
                 self._wait(work)
-        output = self._run_stage(stage, microbatch, received)
+        with self._runtime.watch_output(stage, self._signatures[microbatch]):
+            output = self._run_stage(stage, microbatch, received)
         if stage < self._stages.num_stages - 1:
             self._outputs[stage, microbatch] = output
         if self._train:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from titanplug.errors import ConfigError, TitanplugError
 from titanplug.parallel.pipeline.split import module_costs, ordered_modules, split_as_given, split_by_cost
 from titanplug.plan import PipelineOrder
+from titanplug.schedules.actions import stages_of
 from titanplug.schedules.catalogue import chunks_per_rank, stage_to_rank
 
 
@@ -58,13 +59,15 @@ class TiedParameter:
 
     Args:
         name: its name in the one-process model.
-        alias: its name on this rank, where the module that has ``name`` is on another.
+        alias: its name on this rank; empty where the rank doesn't hold it.
         ranks: ranks of the ``pp`` axis that hold it.
+        source: the one of them whose module has ``name``, and decides on the initial values.
     """
 
     name: str
     alias: str
     ranks: tuple[int, ...]
+    source: int
 
 
 @dataclass
@@ -92,6 +95,8 @@ class PipelineStages:
     options: PipelineOptions
     on_enter: Callable[[int], None] | None = None
     """Called when a later stage's own part of a step begins."""
+    on_output: Callable[[Any], None] | None = None
+    """Called with what the model's last module returns."""
     _places: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)
     _own: dict[int, nn.Module] = field(default_factory=dict, repr=False)
     _stand_ins: list[nn.Module] = field(default_factory=list, repr=False)
@@ -188,6 +193,11 @@ class PipelineStages:
             self.on_enter(self._stage)
         return _with_first(args, kwargs, self._received)
 
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the model's last module ran."""
+        if self._stage is not None and self.on_output is not None:
+            self.on_output(output)
+
     def _stand_in(self, position: int, args: Any, kwargs: Any) -> Tensor:
         """A module that isn't part of the running stage is called."""
         if self._stage is None:
@@ -228,7 +238,7 @@ class PipelineStages:
 
     @cached_property
     def _stages_here(self) -> list[int]:
-        return [stage for stage, rank in enumerate(self.stage_to_rank) if rank == self.rank]
+        return stages_of(self.stage_to_rank, self.rank)
 
     def _show(self, stage: int) -> None:
         """Leave only the modules of one stage in their places."""
@@ -301,14 +311,15 @@ def apply_pipeline_split(
         bounds = split_by_cost(costs, layers, len(ranks))
     else:
         bounds = split_as_given(names, options.split, len(ranks))
+    parameters = [name for name, _ in root.named_parameters()]
     stages = PipelineStages(
         names,
         bounds,
         ranks,
         rank,
-        [name for name, _ in root.named_parameters()],
+        parameters,
         list(root.state_dict(keep_vars=True)),
-        _find_tied(root, names, bounds, ranks, rank),
+        _find_tied(root, names, bounds, ranks, rank, parameters),
         options,
     )
     _prune(root, stages)
@@ -331,6 +342,8 @@ def _prune(root: nn.Module, stages: PipelineStages) -> None:
     for stage in stages._stages_here:
         first = stages._own[stages.bounds[stage].start]
         first.register_forward_pre_hook(stages._enter, with_kwargs=True)
+    if stages.holds_last:
+        stages._own[len(stages.names) - 1].register_forward_hook(stages._leave)
 
 
 def enter_stages_first(stages: PipelineStages) -> None:
@@ -351,26 +364,27 @@ def require_covered(root: nn.Module, names: Sequence[str]) -> None:
     Raises:
         ConfigError: some aren't; all of them are named.
     """
+    named = list(root.named_parameters(remove_duplicate=False))
+    # A shared parameter is covered where one of its names is.
+    covered = {id(p) for name, p in named if any(name.startswith(f"{module}.") for module in names)}
     problems = [
         f"{name}: this parameter trains and belongs to no module of the plan's pipeline order "
         f"({names[0]} to {names[-1]}), so no pipeline stage would hold it. Under pp all trained parameters "
         "are in the model. Add its module to the order (first, layers or last), freeze it, or use pp=1."
-        for name, parameter in root.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and not any(name.startswith(f"{module}.") for module in names)
+        for name, parameter in named
+        if parameter.requires_grad and id(parameter) not in covered
     ]
-    # A tied parameter may have another name that is covered.
-    covered = {
-        id(parameter)
-        for name, parameter in root.named_parameters(remove_duplicate=False)
-        if any(name.startswith(f"{module}.") for module in names)
-    }
-    uncovered = [p for p in root.parameters() if p.requires_grad and id(p) not in covered]
-    if uncovered:
+    if problems:
         raise ConfigError(problems)
 
 
 def _find_tied(
-    root: nn.Module, names: list[str], bounds: list[range], ranks: tuple[int, ...], rank: int
+    root: nn.Module,
+    names: list[str],
+    bounds: list[range],
+    ranks: tuple[int, ...],
+    rank: int,
+    parameters: list[str],
 ) -> list[TiedParameter]:
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, positions in enumerate(bounds):
@@ -383,7 +397,9 @@ def _find_tied(
         holders = sorted({holder for holder, _ in found})
         if len(holders) > 1:
             here = [name for holder, name in found if holder == rank]
-            tied.append(TiedParameter(found[0][1], here[0] if here else "", tuple(holders)))
+            # The first in the order of the module, which needn't be the first that runs.
+            source, name = next(place for place in found if place[1] in parameters)
+            tied.append(TiedParameter(name, here[0] if here else "", tuple(holders), source))
     return tied
 
 

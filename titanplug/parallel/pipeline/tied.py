@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from titanplug.mesh import Mesh
+from titanplug.parallel.gradients import local_tensor
 from titanplug.parallel.pipeline.stages import PipelineStages
 
 
 def tie_stages(
     root: nn.Module, stages: PipelineStages, mesh: Mesh
 ) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Give all holders of a shared weight the values of the first; a collective over all ranks.
+    """Give all holders of a shared weight the values of that which has its name; a collective over all ranks.
 
     Args:
         root: laid out, its weights with values.
@@ -34,8 +34,8 @@ def tie_stages(
         if not tied.alias:
             continue
         parameter, group = root.get_parameter(tied.alias), groups[tied.ranks]
-        local = _local(parameter.detach())
-        dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+        source = dist.get_global_rank(group, tied.ranks.index(tied.source))
+        dist.broadcast(local_tensor(parameter.detach()), src=source, group=group)
         found.append((parameter, group))
     return found
 
@@ -48,8 +48,4 @@ def reduce_tied_gradients(tied: list[tuple[nn.Parameter, dist.ProcessGroup]]) ->
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(_local(parameter.grad), group=group)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        dist.all_reduce(local_tensor(parameter.grad), group=group)

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tests.distributed.case import Case, Result, assert_same, train_reference, train_titan
+from tests.distributed.case import Case, Module, Result, Rows, assert_same, train_reference, train_titan
 from tests.harness import reference, run_ranks
 
 SCHEDULES = [
@@ -20,8 +23,15 @@ SCHEDULES = [
     "ZBVZeroBubble",
     "DualPipeV",
 ]
-TARGETS = Case(num_rows=30, accumulate=2, by_targets=True, ignored="uneven", clip=0.1)
-"""Two batches a window, the last window of one, the last batch smaller than the others."""
+TARGETS = Case(
+    num_rows=30,
+    accumulate=2,
+    by_targets=True,
+    ignored="uneven",
+    clip=0.1,
+    trainer={"val_check_interval": 1},
+)
+"""Two batches a window, the last window of one, the last batch smaller; a validation after each batch."""
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2": (2, {"pp": 2}),
     "pp4": (4, {"pp": 4}),
@@ -29,6 +39,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2 x replicate2": (4, {"pp": 2, "dp_replicate": 2, "dp_shard": 1}),
     "pp2 x tp2": (4, {"pp": 2, "tp": 2}),
 }
+
+
+class Validated(Module):
+    """Is validated on batches that don't divide, too."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self.model(batch["input_ids"])
+        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(Rows(replace(self.case, num_rows=5, ignored="")), batch_size=3)
 
 
 def joined(results: list[Result], expected: Result) -> Result:
@@ -51,7 +72,7 @@ def joined(results: list[Result], expected: Result) -> Result:
 
 def check(world_size: int, degrees: dict[str, Any], case: Case, tolerance: float = 1e-12) -> None:
     expected = reference(train_reference, case)
-    results = run_ranks(train_titan, world_size, case, degrees, init_process_group=False)
+    results = run_ranks(train_titan, world_size, case, degrees, Validated, init_process_group=False)
     assert_same(joined(results, expected), expected, tolerance)
 
 
@@ -71,9 +92,10 @@ def test_every_schedule(schedule: str, layout: str) -> None:
     check(world_size, degrees, with_schedule(TARGETS, schedule, number, **model))
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_three_axes(schedule: str) -> None:
-    check(8, {"pp": 2, "dp_shard": 2, "tp": 2}, with_schedule(TARGETS, schedule, 2))
+    number = 4 if schedule == "DualPipeV" else 2
+    check(8, {"pp": 2, "dp_shard": 2, "tp": 2}, with_schedule(TARGETS, schedule, number))
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2 x fsdp2", "pp2 x tp2"])

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from titanplug.schedules.catalogue import SCHEDULES, Action, ScheduleTable, Work, build_table
+from titanplug.schedules.evaluation import forward_table
 from titanplug.schedules.simulate import TimedAction, Timeline, peak_live, simulate
 
 SIZES = [(2, 8), (4, 8), (4, 16), (8, 32)]  # ranks, microbatches
@@ -119,7 +120,8 @@ def test_simulated_ranks_do_one_thing_at_a_time_in_order(name: str) -> None:
 
 
 def test_an_evaluation_is_simulated_too() -> None:
-    timeline = simulate(build_table("Interleaved1F1B", 4, 8).forward_only())
+    stage_to_rank = build_table("Interleaved1F1B", 4, 8).stage_to_rank
+    timeline = simulate(forward_table(stage_to_rank, 8))
     assert {event.work for row in timeline.rows for event in row} == {Work.FORWARD}
     assert timeline.duration_s >= 2 * 8 + 3
 

@@ -184,6 +184,57 @@ def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _backward.stage_backward_input, _backward.stage_backward_weight
 
 
+def flash_attention_cuda(query: Any, key: Any, value: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    """CUDA's flash attention with its log-sum-exp, which has no public function (2.11 to 2.14).
+
+    Args:
+        query: (B, H, Sq, K), in a half type.
+        key: (B, Hkv, Sk, K).
+        value: (B, Hkv, Sk, K).
+        causal: query i sees keys 0 to i.
+        scale: of the scores.
+    """
+    import torch
+
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def flash_attention_backward_cuda(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """The backward of :func:`flash_attention_cuda`; without dropout it uses no random state."""
+    import torch
+
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
+    lengths = query.shape[2], key.shape[2]
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, unused, unused[:0], scale=scale
+    )
+    return dq, dk, dv
+
+
+@contextmanager
+def torch_ring_attention(*, zigzag: bool, float32: bool) -> Iterator[tuple[Any, Any]]:
+    """Forward and backward of torch's own ring attention, behind its context-parallel API (2.11 to 2.14).
+
+    Args:
+        zigzag: sequences are in zigzag order.
+        float32: put parts together in float32; else in the dtype of the inputs.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as api
+
+    options = api._cp_options
+    before = options.enable_load_balance, options.convert_to_f32
+    options.enable_load_balance, options.convert_to_f32 = zigzag, float32
+    try:
+        yield api._templated_ring_attention, api._templated_ring_attention_backward
+    finally:
+        options.enable_load_balance, options.convert_to_f32 = before
+
+
 def _release(text: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:

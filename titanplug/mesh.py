@@ -4,9 +4,9 @@ Axes, outermost to innermost: ``pp`` (pipeline stages), ``dp_replicate`` (copies
 ``dp_shard`` (shards of the model, FSDP2), ``cp`` (shards of the sequence), ``tp`` (shards of a layer).
 Everything asks for a view of the mesh by name; nothing slices meshes elsewhere:
 
-- ``batch`` = dp_replicate x dp_shard: ranks that read different samples,
-- ``loss``  = batch x cp: ranks that hold different targets,
-- ``fsdp``  = dp_shard x cp: ranks that share one copy of the parameters.
+- ``batch``  = dp_replicate x dp_shard: ranks that read different samples,
+- ``tokens`` = batch x cp: ranks that compute on different tokens,
+- ``fsdp``   = dp_shard x cp: ranks that share one copy of the parameters.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from titanplug.compat import one_group_for_equal_ranks
 from titanplug.errors import ConfigError
 
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
-View: TypeAlias = Literal["batch", "loss", "fsdp"]
+View: TypeAlias = Literal["batch", "tokens", "fsdp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 VIEWS: dict[View, tuple[Axis, ...]] = {
     "batch": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "tokens": ("dp_replicate", "dp_shard", "cp"),
     "fsdp": ("dp_shard", "cp"),
 }
 

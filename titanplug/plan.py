@@ -117,7 +117,9 @@ class ParallelPlan:
         fsdp_units: patterns of the modules that are gathered and freed as one unit. What no unit holds
             belongs to the root unit, which is always there.
         pipeline: the order of the children, for pipeline stages.
-        sequence_dims: sequence dimension of each entry of the batch, for context parallel.
+        sequence_dims: for context parallel, the sequence dim of each argument of the model's forward that has
+            one, by ``name of model.name of argument``; None for one that has the sequence's length and is
+            passed on whole.
         checkpoint_units: patterns of the modules whose activations can be recomputed.
         heads: ``(query heads, key-value heads)`` that tensor parallel must divide.
     """
@@ -125,7 +127,7 @@ class ParallelPlan:
     tensor: Mapping[str, Style] = field(default_factory=dict)
     fsdp_units: Sequence[str] = ()
     pipeline: PipelineOrder | None = None
-    sequence_dims: Mapping[str, int] = field(default_factory=dict)
+    sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     checkpoint_units: Sequence[str] = ()
     heads: tuple[int, int] | None = None
 
@@ -143,6 +145,7 @@ class ParallelPlan:
             tensor={under(pattern): style for pattern, style in self.tensor.items()},
             fsdp_units=tuple(under(pattern) for pattern in self.fsdp_units),
             checkpoint_units=tuple(under(pattern) for pattern in self.checkpoint_units),
+            sequence_dims={under(argument): dim for argument, dim in self.sequence_dims.items()},
             pipeline=order
             and PipelineOrder(
                 tuple(map(under, order.first)), under(order.layers), tuple(map(under, order.last))

@@ -6,6 +6,7 @@ process starts. What is not known yet (None) is not checked; a later call that k
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ from titanplug.schedules.catalogue import chunks_per_rank, resolve_schedule, sch
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """What ``Trainer(precision=...)`` may be. bf16-mixed: float32 master weights and gradient reduction."""
 
-# Axes whose own parts of the library are not there yet.
-_UNAVAILABLE = {"cp": "context parallel"}
+CONTEXT_BACKENDS = ("all_gather", "ring", "ulysses", "torch")
+"""What ``TitanStrategy(cp_backend=...)`` may be; :mod:`titanplug.attention.backends` says what each can "
+"do."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,36 @@ class PipelineFacts:
 
 
 @dataclass(frozen=True)
+class ContextOptions:
+    """Switches of context parallel.
+
+    Args:
+        backend: how attention communicates: all_gather, ring, ulysses or torch.
+        load_balance: each rank holds an early and a late chunk of the sequence, so that causal attention is
+            the same work everywhere. None: yes, but for ulysses, which has the whole sequence anyway.
+        pad: pad sequences that the ranks can't share evenly; else refuse them.
+    """
+
+    backend: str = "all_gather"
+    load_balance: bool | None = None
+    pad: bool = True
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether sequences are in zigzag order."""
+        return self.backend != "ulysses" if self.load_balance is None else self.load_balance
+
+    def unit(self, cp: int, multiple: int = 1) -> int:
+        """What divides the length of every sequence, after padding.
+
+        Args:
+            cp: ranks of the context axis.
+            multiple: what divides a rank's part besides.
+        """
+        return cp * (2 * multiple if self.zigzag else multiple)
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What is known of a run when it is checked; None where it is not known yet.
 
@@ -58,6 +90,7 @@ class RunFacts:
         timeout_s: seconds that a collective waits for a rank.
         pipeline: what is asked of the pipeline.
         num_layers: repeated layers of the model.
+        context: what is asked of context parallel.
     """
 
     world_size: int | None = None
@@ -70,6 +103,7 @@ class RunFacts:
     timeout_s: float | None = None
     pipeline: PipelineFacts | None = None
     num_layers: int | None = None
+    context: ContextOptions | None = None
 
 
 def validate_run(
@@ -95,7 +129,6 @@ def validate_run(
         dims = ParallelDims(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     except ConfigError as error:
         problems += error.problems
-    problems += _unavailable_axes(cp=cp)
     if dims is not None and facts.world_size is not None:
         try:
             dims = dims.resolve(facts.world_size)
@@ -103,8 +136,9 @@ def validate_run(
             problems += error.problems
     problems += validate_precision(facts.precision)
     # A tp of -1 is known where the rest of the processes is.
-    problems += _tensor_problems(tp if dims is None else dims.tp, facts)
+    problems += _tensor_problems(*((tp, cp) if dims is None else (dims.tp, dims.cp)), facts)
     problems += _pipeline_problems(pp if dims is None else dims.pp, facts)
+    problems += _context_problems(*((cp, tp) if dims is None else (dims.cp, dims.tp)), facts)
     if facts.batch_size is not None and facts.batch_size < 1:
         problems.append(
             f"batch_size={facts.batch_size}: each data-parallel rank reads at least one row. Raise it."
@@ -130,13 +164,38 @@ def validate_precision(precision: str | int | None) -> list[str]:
     ]
 
 
-def _unavailable_axes(**degrees: int) -> list[str]:
-    return [
-        f"{axis}={degree}: {_UNAVAILABLE[axis]} is not available yet in this version; the only allowed "
-        f"value of {axis} is 1. Use pp, dp_replicate, dp_shard and tp."
-        for axis, degree in degrees.items()
-        if degree != 1
-    ]
+def _context_problems(cp: int, tp: int, facts: RunFacts) -> list[str]:
+    asked = facts.context
+    if asked is None:
+        return []
+    backend = asked.backend
+    if backend not in CONTEXT_BACKENDS:
+        close = difflib.get_close_matches(str(backend), CONTEXT_BACKENDS, 1, 0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return [
+            f"cp_backend={backend!r}: it is one of {', '.join(CONTEXT_BACKENDS)}. Choose one of these.{hint}"
+        ]
+    if not isinstance(cp, int) or cp <= 1 or not isinstance(tp, int) or tp < 1:
+        return []
+    problems = []
+    if backend == "ulysses" and facts.heads is not None and any(n % (tp * cp) for n in facts.heads):
+        queries, keys = facts.heads
+        shared = math.gcd(queries, keys)
+        allowed = [str(n) for n in range(1, shared + 1) if shared % (n * tp) == 0]
+        problems.append(
+            f"cp_backend='ulysses' with cp={cp} x tp={tp}, {queries} heads and {keys} key-value heads: each "
+            "rank computes whole heads, so cp x tp must divide both. Allowed values of cp: "
+            f"{', '.join(allowed) or 'none'}; or use cp_backend='all_gather' or 'ring'."
+        )
+    unit = asked.unit(cp, tp if facts.sequence_parallel else 1)
+    if not asked.pad and facts.seq_len is not None and facts.seq_len % unit:
+        lower = facts.seq_len - facts.seq_len % unit
+        lengths = " or ".join(str(n) for n in (lower, lower + unit) if n)
+        problems.append(
+            f"seq_len={facts.seq_len} with cp={cp} and cp_pad=False: the ranks share a sequence evenly, so it "
+            f"must be a multiple of {unit}. Use seq_len={lengths}, or cp_pad=True."
+        )
+    return problems
 
 
 def _norm_problems(norm_type: float | str | None) -> list[str]:
@@ -151,7 +210,7 @@ def _norm_problems(norm_type: float | str | None) -> list[str]:
     ]
 
 
-def _tensor_problems(tp: int, facts: RunFacts) -> list[str]:
+def _tensor_problems(tp: int, cp: int, facts: RunFacts) -> list[str]:
     if not isinstance(tp, int) or tp <= 1:
         return []
     problems = []
@@ -163,7 +222,8 @@ def _tensor_problems(tp: int, facts: RunFacts) -> list[str]:
             f"tp={tp} with {queries} heads and {keys} key-value heads: tp must divide both, since a head "
             f"is never split. Allowed values of tp: {', '.join(map(str, allowed))}."
         )
-    if facts.seq_len is not None and facts.sequence_parallel and facts.seq_len % tp:
+    # Under context parallel a rank's part is padded to what tp divides.
+    if facts.seq_len is not None and facts.sequence_parallel and cp == 1 and facts.seq_len % tp:
         lower = facts.seq_len - facts.seq_len % tp
         allowed = [n for n in (lower, lower + tp) if n]
         problems.append(

@@ -6,6 +6,7 @@ factor in the gradient. The reference is a plain loop over the whole batch, with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,9 @@ class Case:
     clip_by_value: bool = False
     tied: bool = False
     by_targets: bool = False
-    ignored: str = ""  # "uneven", "empty rows", "all"
+    ignored: str = ""  # "uneven", "empty rows", "all", "but the last" (all targets are in one place)
+    seq_len: int = SEQ
+    documents: bool = False  # rows are packed with several
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -45,26 +48,45 @@ class Case:
 class Rows(Dataset[dict[str, Tensor]]):
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(0, VOCAB, (case.num_rows, SEQ + 1), generator=generator)
+        length = case.seq_len
+        self.tokens = torch.randint(0, VOCAB, (case.num_rows, length + 1), generator=generator)
         self.labels = self.tokens[:, 1:].clone()
         for row in range(case.num_rows):
             if case.ignored == "uneven":
-                self.labels[row, 1 + (row * 5) % SEQ :] = -100
+                self.labels[row, 1 + (row * 5) % length :] = -100
+            elif case.ignored == "but the last":
+                self.labels[row, :-2] = -100
             elif (case.ignored == "empty rows" and row % 2) or case.ignored == "all":
                 self.labels[row] = -100
+        starts = torch.rand(case.num_rows, length, generator=generator) < 0.2
+        starts[:, 0] = True
+        index = torch.arange(length)
+        first = torch.where(starts, index, 0).cummax(1).values
+        # Of packed documents: which one a token is of, and where in it.
+        self.packed = (
+            {"document_ids": starts.long().cumsum(1), "positions": index - first} if case.documents else {}
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index, :-1], "labels": self.labels[index]}
+        return self.rows(index)
+
+    def rows(self, index: Any) -> dict[str, Tensor]:
+        packed = {name: value[index] for name, value in self.packed.items()}
+        return {"input_ids": self.tokens[index, :-1], "labels": self.labels[index], **packed}
 
 
 def build_model(case: Case) -> Transformer:
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "hidden_dim": 24, "init_std": 0.3}
     config = TransformerConfig(
-        vocab_size=VOCAB, dim=16, max_seq_len=SEQ, tie_embeddings=case.tied, **{**sizes, **case.model}
+        vocab_size=VOCAB,
+        dim=16,
+        max_seq_len=case.seq_len,
+        tie_embeddings=case.tied,
+        **{**sizes, **case.model},
     )
     return Transformer(config).to(case.dtype)
 
@@ -81,7 +103,7 @@ class Module(L.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        logits = self.model(batch["input_ids"])
+        logits = run_model(self.model, batch)
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         if self.case.by_targets:
@@ -100,6 +122,11 @@ class Module(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.trainer.fit_loop._should_accumulate():  # then Lightning reads per-step values
             self.losses.append(float(self.trainer.callback_metrics["train_loss_step"]))
+
+
+def run_model(model: Transformer, batch: dict[str, Tensor]) -> Tensor:
+    logits: Tensor = model(batch["input_ids"], batch.get("positions"), batch.get("document_ids"))
+    return logits
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -132,7 +159,7 @@ def train_reference(case: Case) -> Result:
             labels = rows.labels[index]
             counts.append(int((labels != -100).sum()) if case.by_targets else len(index))
         for index, count in zip(window, counts, strict=True):
-            logits = model(rows.tokens[index, :-1])
+            logits = run_model(model, rows.rows(index))
             labels = rows.labels[index]
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             loss = loss / max(int((labels != -100).sum()), 1)
@@ -147,7 +174,7 @@ def train_reference(case: Case) -> Result:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         result.norms.append(float(torch.stack([g.norm() for g in grads.values()]).norm()))
         optimizer.step()
-    result.epoch_loss = weighted / max(counted, 1)
+    result.epoch_loss = weighted / counted if counted else math.nan
     result.weights = {f"model.{name}": whole(p) for name, p in model.named_parameters()}
     return result
 

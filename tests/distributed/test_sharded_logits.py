@@ -19,7 +19,8 @@ from titanplug.parallel.collectives import (
     reduce_sum,
     scatter_sum,
 )
-from titanplug.parallel.logits import ShardedLogits, gather_logits
+from titanplug.parallel.logits import ShardedLogits
+from titanplug.parallel.sharded_tensor import gather_shards
 
 B, S, D = 2, 6, 5
 NUM_RANKS = 4
@@ -127,7 +128,7 @@ USES: dict[str, Use] = {
     "topk": lambda x, y: x.detach().topk(2, -1).indices,
     "accuracy": lambda x, y: (x.argmax(-1) == y).float().mean(),
     "list": lambda x, y: torch.tensor(x.detach().tolist(), dtype=torch.float64),
-    "itself": lambda x, y: gather_logits(x),
+    "itself": lambda x, y: gather_shards(x),
 }
 
 

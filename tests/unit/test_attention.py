@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from titanplug.attention import DotProductAttention, TokenMask, dot_product_attention
+from titanplug.errors import ConfigError
 from titanplug.models import RopeScaling, TransformerConfig
-from titanplug.models.attention import Attention, SequenceContext, build_mask, causal_attention
+from titanplug.models.attention import Attention, SequenceContext
 from titanplug.models.layers import RMSNorm
 from titanplug.models.rotary import Rotary, apply_rotary
 
@@ -40,24 +42,52 @@ def test_attention_equals_its_definition(kv_heads: int, window: int | None, docu
             for j in range(i + 1):
                 near = window is None or i - j < window
                 seen[b, 0, i, j] = near and (ids is None or bool(ids[b, i] == ids[b, j]))
-    context = SequenceContext(Rotary(8, 1e4), document_ids=ids)
-    mask = context.attention_mask(query, window)
-    assert (mask is None) == (ids is None and window in (None, 12, 99))
-    error = max_error(causal_attention(query, key, value, mask), naive_attention(query, key, value, seen))
-    assert error < 1e-14
+    mask = TokenMask(window=window, document_ids=ids)
+    assert mask.is_plain(12) == (ids is None and window in (None, 12, 99))
+    expected = naive_attention(query, key, value, seen)
+    assert max_error(dot_product_attention(query, key, value, mask), expected) < 1e-14
+    given = TokenMask(document_ids=ids)
+    assert max_error(DotProductAttention(window)(query, key, value, given), expected) < 1e-14
+    assert max_error(dot_product_attention(query, key, value, seen), expected) < 1e-14
+    if ids is None:
+        assert max_error(DotProductAttention(window)(query, key, value), expected) < 1e-14
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_without_causality(documents: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 12, 8, dtype=torch.float64)
+    ids = torch.tensor([[0] * 5 + [1] * 7, [3] * 11 + [0]]) if documents else None
+    seen = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+    if ids is not None:
+        seen = (ids[:, :, None] == ids[:, None, :])[:, None]
+    mask = TokenMask(causal=False, document_ids=ids)
+    expected = naive_attention(query, key, value, seen)
+    assert max_error(dot_product_attention(query, key, value, mask), expected) < 1e-14
+
+
+def test_wrong_masks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"window=4 with causal=False"):
+        TokenMask(causal=False, window=4)
+    with pytest.raises(ConfigError, match=r"window=0"):
+        TokenMask(window=0)
+    with pytest.raises(ConfigError, match=r"document_ids has shape \(3,\)"):
+        TokenMask(document_ids=torch.zeros(3))
 
 
 def test_layers_share_one_mask_and_one_table() -> None:
     ids, heads = torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6, 4, 8)
     context = SequenceContext(Rotary(8, 1e4), positions=ids, document_ids=ids)
-    query = heads.transpose(1, 2)
-    assert context.attention_mask(query, 3) is context.attention_mask(query, 3)
-    assert context.attention_mask(query, 3) is not context.attention_mask(query, 4)
+    block = (0, 6), (0, 6), heads.device, heads.dtype
+    first, second = (context.mask.with_window(3).bias(*block) for _ in range(2))
+    assert first is second
+    assert first is not context.mask.with_window(4).bias(*block)
+    assert context.mask.bias(*block) is context.mask.bias(*block)
     assert context.rotary_tables(heads) is context.rotary_tables(heads)
 
 
 def test_mask_has_the_dtype_of_the_query() -> None:
-    mask = build_mask(4, 2, None, torch.device("cpu"), torch.bfloat16)
+    mask = TokenMask(window=2).bias((0, 4), (0, 4), torch.device("cpu"), torch.bfloat16)
     assert (mask.dtype, mask.shape) == (torch.bfloat16, (1, 1, 4, 4))
 
 

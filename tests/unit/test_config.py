@@ -80,10 +80,11 @@ def composing_error(*overrides: str) -> str:
 
 @pytest.mark.parametrize("option", [*OPTIONS, *PRESETS])
 def test_every_option_composes_resolves_and_passes_the_checks(option: str) -> None:
-    needed = {"parallelism=hsdp": 4, "parallelism=tp": 2, "parallelism=fsdp_tp": 4, "parallelism=pp": 2}
+    two = dict.fromkeys(("parallelism=tp", "parallelism=pp", "parallelism=cp"), 2)
+    needed = {**two, "parallelism=hsdp": 4, "parallelism=fsdp_tp": 4, "parallelism=4d": 8}
     devices = needed.get(option, 1)
     overrides = [option, *([GIVEN[option]] if option in GIVEN else [])]
-    if option != "experiment=quickstart":
+    if not option.startswith("experiment="):
         overrides.append(f"trainer.devices={devices}")
     config = resolved(*overrides, "trainer.accelerator=cpu").config
     assert yaml.safe_load(yaml.safe_dump(config)) == config  # plain containers, for the ranks
@@ -245,7 +246,11 @@ def test_the_rest_of_the_processes_is_checked_like_a_number() -> None:
         (["model.num_heads=5"], ["model.", "num_heads=5", "dim=64"]),
         (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "auto, cpu"]),
         (["parallelism.timeout_s=0"], ["timeout_s=0"]),
-        (["parallelism.cp=2"], ["cp=2", "not available yet"]),
+        (["parallelism.cp_backend=rings"], ["cp_backend='rings'", "Did you mean 'ring'?"]),
+        (
+            ["parallelism=cp", "trainer.devices=2", "parallelism.cp_pad=false", "data.seq_len=510"],
+            ["seq_len=510 with cp=2", "508 or 512"],
+        ),
         (["parallelism.pp=2", "parallelism.pp_schedule=2f2b"], ["pp_schedule='2f2b'", "Interleaved1F1B"]),
         (["name=${nowhere}"], ["nowhere"]),
     ],

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from titanplug.parallel.collectives import AxisGroup
-from titanplug.parallel.logits import ShardedLogits, gather_logits
+from titanplug.parallel.logits import ShardedLogits
+from titanplug.parallel.sharded_tensor import gather_shards
 
 B, S, V = 2, 3, 7
 NO_GROUP: Any = "no such group"
@@ -86,4 +87,4 @@ def test_stays_sharded(name: str) -> None:
 
 def test_gathers_nothing_where_there_is_nothing() -> None:
     value = {"loss": torch.tensor(1.0), "names": ["a"], "none": None}
-    assert gather_logits(value) == value
+    assert gather_shards(value) == value

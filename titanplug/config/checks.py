@@ -173,7 +173,7 @@ def _check_layout(
     problems: list[str],
 ) -> None:
     # Here and not above: importing it takes seconds, which a typo must not cost.
-    from titanplug.validation import PipelineFacts, RunFacts, validate_run
+    from titanplug.validation import ContextOptions, PipelineFacts, RunFacts, validate_run
 
     layout, data = config["parallelism"], config["data"] or {}
     facts = RunFacts(
@@ -195,6 +195,7 @@ def _check_layout(
             layout["pp_last_weight"],
             layout["reshard_after_forward"],
         ),
+        context=ContextOptions(layout["cp_backend"], layout["cp_load_balance"], layout["cp_pad"]),
     )
     try:
         validate_run(facts, **{axis: layout[axis] for axis in AXES})

@@ -46,7 +46,7 @@ class TitanStrategyConfig:
         dp_shard: shards of the model (FSDP2); -1: the rest of the processes.
         tp: shards of each layer (tensor parallel).
         pp: ranks of the pipeline.
-        cp: shards of the sequence (context parallel); only 1 in this version.
+        cp: shards of the sequence (context parallel).
         sequence_parallel: under tp, shard hidden states between blocks over the sequence.
         loss_parallel: under tp, keep logits sharded over the vocabulary up to the loss.
         meta_init: build the model without memory and fill it module by module.
@@ -58,9 +58,12 @@ class TitanStrategyConfig:
         pp_split: for each stage the names of its modules; null: balanced by cost.
         pp_first_weight: cost of the modules before the layers, in layers; null: by their parameters.
         pp_last_weight: cost of the modules after the layers, in layers; null: by their parameters.
+        cp_backend: how attention sees the tokens of other ranks: all_gather, ring, ulysses or torch.
+        cp_load_balance: each rank holds an early and a late chunk of the sequence; null: but for ulysses.
+        cp_pad: pad sequences that the ranks can't share evenly; false: refuse them.
         gradient_norm_type: p of the gradient norm, a number or "inf".
-        check_peers: debug switch: tensor-parallel ranks must read the same batch and hold the same gradients
-            of replicated weights, checked in every step.
+        check_peers: debug switch: ranks of the tensor and of the context axis must read the same batch and
+            hold the same gradients of replicated weights, checked in every step.
         error_if_nonfinite: stop before a step whose gradient norm is NaN or infinite.
         process_group_backend: backend of torch.distributed; null: by device.
         timeout_s: seconds until a collective that a rank doesn't join fails.
@@ -82,6 +85,9 @@ class TitanStrategyConfig:
     pp_split: Any = None
     pp_first_weight: float | None = None
     pp_last_weight: float | None = None
+    cp_backend: str = "all_gather"
+    cp_load_balance: bool | None = None
+    cp_pad: bool = True
     gradient_norm_type: float | str = 2.0
     error_if_nonfinite: bool = False
     check_peers: bool = False

@@ -13,6 +13,7 @@ from titanplug.models.attention import Attention, SequenceContext
 from titanplug.models.config import TransformerConfig
 from titanplug.models.layers import Embedding, Linear, RMSNorm
 from titanplug.models.rotary import Rotary
+from titanplug.parallel.active_sequence import active_sequence
 from titanplug.plan import (
     ColwiseParallel,
     ParallelPlan,
@@ -121,7 +122,9 @@ class Transformer(nn.Module):
             ConfigError: a sequence longer than ``max_seq_len``; positions or document ids that are
                 not (B, S).
         """
-        length, limit = input_ids.shape[1], self.config.max_seq_len
+        active = active_sequence(input_ids.shape[1])
+        length = input_ids.shape[1] if active is None else active.shards.length
+        limit = self.config.max_seq_len
         if length > limit:
             raise ConfigError(
                 f"input_ids holds sequences of {length} tokens. The model takes at most "
@@ -160,7 +163,7 @@ class Transformer(nn.Module):
             tensor=tensor,
             fsdp_units=("layers.*",),
             pipeline=PipelineOrder(first=("tok_embeddings",), layers="layers", last=("norm", "output")),
-            sequence_dims={"input_ids": 1, "labels": 1, "positions": 1, "document_ids": 1},
+            sequence_dims={"input_ids": 1, "positions": 1, "document_ids": 1},
             checkpoint_units=("layers.*",),
             heads=(self.config.num_heads, self.config.kv_heads),
         )

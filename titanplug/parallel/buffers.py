@@ -1,6 +1,6 @@
-"""Buffers that data-parallel ranks update by the samples they see, such as BatchNorm's statistics.
+"""Buffers that ranks update by the samples or tokens they see, such as BatchNorm's statistics.
 
-The rule is that of DDP: those of the first data-parallel rank count. They are not averaged, and in training
+The rule is that of DDP: those of the first rank count. They are not averaged, and in training
 each rank goes on with its own; before an evaluation and before a checkpoint all ranks get the first one's.
 """
 

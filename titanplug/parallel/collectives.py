@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D features, n ranks of the axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,19 @@ class AxisGroup:
         group: the process group.
         size: number of ranks n.
         rank: this process's position.
+
+    Attributes:
+        name: of the group, by which a compiled graph finds it.
     """
 
     group: dist.ProcessGroup
     size: int
     rank: int
+    name: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        """Look the name up once."""
+        object.__setattr__(self, "name", getattr(self.group, "group_name", ""))
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> AxisGroup:
@@ -164,6 +172,62 @@ class _GatherBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         start, length = ctx.group.block(ctx.total)
         return grads[0].narrow(ctx.dim, start, length), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward and backward all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grads[0].contiguous(), ctx.group), None
+
+
+def _all_to_all(x: Tensor, group: AxisGroup) -> Tensor:
+    received = torch.empty_like(x)
+    group.group.alltoall_base(received, x, [], []).wait()
+    return received
+
+
+def exchange(x: Tensor, group: AxisGroup) -> Tensor:
+    """Send the r-th of n blocks to rank r: (n, ..), contiguous, by receiver to (n, ..) by sender."""
+    if torch.compiler.is_compiling():
+        compiled: Tensor = _exchange_op(x, group.name)
+        return compiled
+    received: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+@torch.library.custom_op("titanplug::exchange", mutates_args=())
+def _exchange_op(x: Tensor, group_name: str) -> Tensor:
+    """:func:`exchange` in a compiled graph."""
+    return _all_to_all(x.contiguous(), named_group(group_name))
+
+
+@_exchange_op.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _exchange_op(grad, ctx.group_name), None
+
+
+_exchange_op.register_autograd(_exchange_back, setup_context=_keep_group)
+
+
+def named_group(name: str) -> AxisGroup:
+    """The group of that name."""
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return AxisGroup(group, dist.get_world_size(group), dist.get_rank(group))
 
 
 def gather_from_shards(x: Tensor, dim: int, group: AxisGroup) -> Tensor:

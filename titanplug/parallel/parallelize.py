@@ -1,6 +1,6 @@
 """All techniques in their order, on one page.
 
-pipeline stages -> tensor -> (context) -> (activation checkpointing) -> (compile) -> FSDP2
+pipeline stages -> tensor -> context -> (activation checkpointing) -> (compile) -> FSDP2
 
 Those in brackets come with their own issues. The order matters: what isn't this rank's is left out first, so
 that nothing is done to it; FSDP must see the final parameters (DTensors of the tensor axis) and the final
@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh
+from titanplug.parallel.collectives import AxisGroup
+from titanplug.parallel.context import ContextParallelized, apply_context_parallel, models_of
 from titanplug.parallel.fsdp import ShardOptions, apply_fsdp, finish_fsdp
 from titanplug.parallel.initialise import broadcast_values, materialize
 from titanplug.parallel.pipeline.stages import (
@@ -39,6 +41,7 @@ from titanplug.parallel.tensor import (
     validate_styles,
 )
 from titanplug.plan import ParallelPlan, modules_matching
+from titanplug.validation import ContextOptions
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Parallelized:
         mesh: the mesh.
         plan: the plan that was followed.
         tensor: what tensor parallel left to do after backward.
+        context: which models run on parts of a sequence.
         fsdp_units: the FSDP units, the root last; empty where there is one data-parallel rank.
         pipeline: the pipeline stages of this rank; None without pipeline.
         tied: parameters that ranks of the pipeline share, with the group of their holders.
@@ -58,6 +62,7 @@ class Parallelized:
     mesh: Mesh
     plan: ParallelPlan
     tensor: TensorParallelized = field(default_factory=TensorParallelized)
+    context: ContextParallelized = field(default_factory=ContextParallelized)
     fsdp_units: list[FSDPModule] = field(default_factory=list)
     pipeline: PipelineStages | None = None
     tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = field(default_factory=list)
@@ -79,6 +84,7 @@ def parallelize(
     tensor: TensorOptions,
     shard: ShardOptions,
     pipeline: PipelineOptions,
+    context: ContextOptions,
 ) -> Parallelized:
     """Lay ``root`` out over ``mesh``, in place, and give it its initial weights.
 
@@ -92,6 +98,7 @@ def parallelize(
         tensor: switches of tensor parallel.
         shard: switches of FSDP.
         pipeline: how to cut into pipeline stages.
+        context: switches of context parallel.
 
     Raises:
         ConfigError: the module is sharded already, the plan doesn't fit it, or weights on the meta device
@@ -100,10 +107,12 @@ def parallelize(
     _require_whole(root)
     dims = mesh.dims
     shards = mesh["fsdp"].size() * dims.dp_replicate > 1
-    result = Parallelized(mesh, plan, options=switches(mesh, tensor, shard, pipeline))
+    result = Parallelized(mesh, plan, options=switches(mesh, tensor, shard, pipeline, context))
     styles = resolve_styles(root, plan) if dims.tp > 1 else {}
     if styles:
         validate_styles(root, styles, dims.tp)
+    if dims.cp > 1:
+        models_of(root, plan.sequence_dims)
     blocks = modules_matching(root, plan.fsdp_units, "fsdp_units") if shards else {}
     broadcast_values(root, device)
     if dims.pp > 1:
@@ -114,6 +123,10 @@ def parallelize(
         blocks = {name: module for name, module in blocks.items() if name in here}
     if dims.tp > 1:
         result.tensor = apply_tensor_parallel(root, styles, mesh["tp"], tensor)
+    if dims.cp > 1:
+        split = dims.tp if tensor.sequence_parallel else 1  # what tensor parallel cuts a rank's part by
+        group = AxisGroup.of(mesh["cp"])
+        result.context = apply_context_parallel(root, plan.sequence_dims, group, context, multiple=split)
     if shards:
         result.fsdp_units = apply_fsdp(root, list(blocks.values()), mesh, shard)
     materialize(root, device, seed)
@@ -125,7 +138,11 @@ def parallelize(
 
 
 def switches(
-    mesh: Mesh, tensor: TensorOptions, shard: ShardOptions, pipeline: PipelineOptions
+    mesh: Mesh,
+    tensor: TensorOptions,
+    shard: ShardOptions,
+    pipeline: PipelineOptions,
+    context: ContextOptions,
 ) -> dict[str, Any]:
     """The switches that make a difference on ``mesh``, by their names."""
     used: list[Any] = []
@@ -133,6 +150,8 @@ def switches(
         used.append(pipeline)
     if mesh.dims.tp > 1:
         used.append(tensor)
+    if mesh.dims.cp > 1:
+        used.append(context)
     if mesh["fsdp"].size() * mesh.dims.dp_replicate > 1:
         used.append(shard)
     return {item.name: getattr(options, item.name) for options in used for item in fields(options)}

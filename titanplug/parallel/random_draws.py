@@ -6,7 +6,8 @@ A dropout on shards of the sequence would give the tokens of all shards the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,8 +33,20 @@ class DrawOnShard:
         """The dropout of this rank's shard ``x``."""
         if not self.module.training:
             return self.forward(x)
-        # Drawn alike on all ranks, and from the generator on the host, which is not waited for.
-        seed = int(torch.randint(2**62, ()))
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            torch.manual_seed(seed + self.group.rank)
+        with draws_of_rank(self.group, x.device):
             return self.forward(x)
+
+
+@contextmanager
+def draws_of_rank(group: AxisGroup, device: torch.device) -> Iterator[None]:
+    """Inside, what is drawn depends on the rank; the generators are left alike on all ranks.
+
+    Args:
+        group: the axis whose ranks hold their generators alike.
+        device: where is drawn.
+    """
+    # Drawn alike on all ranks, and from the generator on the host, which is not waited for.
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + group.rank)
+        yield

@@ -56,8 +56,8 @@ class GradientWindow:
         self._device = device
         self._norm_type = norm_type
         self._error_if_nonfinite = error_if_nonfinite
-        loss = layout.mesh["loss"]
-        self._weights = LossWeights(loss.get_group(), loss.size())
+        batch = layout.mesh["batch"]
+        self._weights = LossWeights(batch.get_group(), batch.size(), layout.mesh.dims.cp)
         self._share = Share(1, None)
         self._open = False
         self._norms: dict[int, Tensor] = {}

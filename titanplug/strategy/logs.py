@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 from torch import Tensor
 from torchmetrics import Metric
 
-from titanplug.parallel.logits import ShardedLogits
+from titanplug.parallel.sharded_tensor import ShardedTensor
 from titanplug.strategy.log_reduction import LogEntry, reduce_entries, require_same_keys
 
 _ARGUMENTS = (
@@ -53,7 +53,7 @@ class StepLogs:
 
     Args:
         module: the LightningModule, attached to its Trainer.
-        group: process group of the ``loss`` view.
+        group: process group of the ``batch`` view.
         size: number of ranks in it.
         device: where values are reduced.
         is_log_step: whether the values of the running training step are written.
@@ -133,8 +133,8 @@ class StepLogs:
             return
         hook = self._module._current_fx_name or ""
         self._keys.add(f"{hook}.{name}")
-        if isinstance(value, ShardedLogits):
-            value = value.gather()
+        if isinstance(value, ShardedTensor):
+            value = value.whole()
         one_number = isinstance(value, Tensor) and value.numel() == 1
         if isinstance(value, Metric) or not (one_number or isinstance(value, numbers.Number)):
             self._log(name, value, **options)  # what is no number is refused there

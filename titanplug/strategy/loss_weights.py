@@ -28,13 +28,16 @@ class LossWeights:
     """Counts of the running accumulation window.
 
     Args:
-        group: process group of the ``loss`` view.
+        group: process group of the ``batch`` view.
         size: number of ranks in it.
+        num_copies: ranks that compute the same loss from their parts of a sequence, so that each one's
+            gradient is a part of the sum.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, size: int, num_copies: int = 1) -> None:
         self._group = group
         self._size = size
+        self._num_copies = num_copies
         self._counts: list[int | Tensor] = []
         self._totals: list[int | None] = []
         self._provisional = 1.0
@@ -94,14 +97,16 @@ class LossWeights:
         if isinstance(count, int) and total is not None:
             if len(self._counts) == 1:
                 self._provisional = float(max(total, 1) * window)
-            factor = count * window / self._provisional
+            factor = count * window / (self._provisional * self._num_copies)
             return loss if factor == 1.0 else loss * factor
         if window == 1:
             share = torch.as_tensor(count, dtype=torch.float64, device=loss.device)
             self._provisional, self._is_exact = 1.0, True
-            return loss * (share / self._sum(share).clamp_min(1.0)).to(loss.dtype)
+            total_share = self._sum(share).clamp_min(1.0) * self._num_copies
+            return loss * (share / total_share).to(loss.dtype)
         self._provisional = float(window * self._size)
-        return loss * (torch.as_tensor(count, device=loss.device) / self._size).to(loss.dtype)
+        divisor = self._size * self._num_copies
+        return loss * (torch.as_tensor(count, device=loss.device) / divisor).to(loss.dtype)
 
     def scale_part(self, loss: Tensor, count: int | Tensor, total: int | None, window: int) -> Tensor:
         """The loss of a microbatch as it goes into backward, before the counts of its batch are known.
@@ -112,7 +117,7 @@ class LossWeights:
             total: samples of the batch on all ranks; None where unknown.
             window: batches in a full accumulation window.
         """
-        divisor = self._divisor(count, total, window)
+        divisor = self._divisor(count, total, window) * self._num_copies
         if not isinstance(count, Tensor):
             return loss * (count / divisor)
         return loss * (torch.as_tensor(count, dtype=torch.float64, device=loss.device) / divisor).to(

@@ -103,7 +103,7 @@ class OverRanks(ModelParallelStrategy):
     def _data_group(self, group: Any) -> Any:
         """Lightning means all ranks by its default; here those that hold different data."""
         everyone = group is None or group is dist.group.WORLD
-        return self.mesh.group("loss") if everyone and self._mesh is not None else group
+        return self.mesh.group("batch") if everyone and self._mesh is not None else group
 
     @override
     def barrier(self, name: str | None = None) -> None:

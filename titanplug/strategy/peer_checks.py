@@ -6,7 +6,7 @@ host.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,19 @@ from titanplug.parallel.gradients import local_tensor
 
 
 class PeerDifferenceError(TitanplugError):
-    """Ranks of the tensor axis that must hold the same hold something else."""
+    """Ranks of an axis that must hold the same hold something else."""
 
 
 def check_batch(batch: Any, mesh: Mesh, device: torch.device) -> None:
-    """Ranks of the tensor axis must read the same batch.
+    """Ranks of the tensor and of the context axis must read the same batch.
 
     Raises:
         PeerDifferenceError: they don't; on all ranks of the axis.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    _check([_checksum(tensor) for tensor in tensors], ["the batch"] * len(tensors), mesh, device)
+    sums, names = [_checksum(tensor) for tensor in tensors], ["the batch"] * len(tensors)
+    _check(sums, names, mesh, "tp", device)
+    _check(sums, names, mesh, "cp", device)
 
 
 def check_gradients(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
@@ -46,7 +48,7 @@ def check_gradients(module: nn.Module, mesh: Mesh, device: torch.device) -> None
             continue
         sums.append(_checksum(local_tensor(grad)))
         names.append(f"the gradient of {name}")
-    _check(sums, names, mesh, device)
+    _check(sums, names, mesh, "tp", device)
 
 
 def _is_split(tensor: DTensor, axis: str) -> bool:
@@ -61,19 +63,21 @@ def _checksum(tensor: Tensor) -> Tensor:
     return torch.stack([flat.sum(), (flat * places).sum()])
 
 
-def _check(sums: list[Tensor], names: list[str], mesh: Mesh, device: torch.device) -> None:
-    if mesh.dims.tp == 1 or not sums:
+def _check(
+    sums: list[Tensor], names: list[str], mesh: Mesh, axis: Literal["tp", "cp"], device: torch.device
+) -> None:
+    if mesh.dims.degrees[axis] == 1 or not sums:
         return
     own = torch.stack(sums).to(device)
     span = torch.stack([own, -own])
-    dist.all_reduce(span, op=dist.ReduceOp.MAX, group=mesh.group("tp"))
+    dist.all_reduce(span, op=dist.ReduceOp.MAX, group=mesh.group(axis))
     highest, lowest = span[0], -span[1]
     # Ranks that reduce the same numbers get the same bits, so that nothing needs a tolerance but NaN.
     different = ((highest != lowest) & ~(highest.isnan() & lowest.isnan())).any(-1).tolist()
     wrong = list(dict.fromkeys(name for name, bad in zip(names, different, strict=True) if bad))
     if wrong:
         raise PeerDifferenceError(
-            f"Tensor-parallel ranks differ in {', '.join(wrong)}. They must read the same batch and hold "
+            f"Ranks of the {axis} axis differ in {', '.join(wrong)}. They must read the same batch and hold "
             "the same gradients of replicated weights. Look for a loader that shards by global rank, for "
             "random numbers that differ by rank, or for a style that leaves a gradient incomplete."
         )

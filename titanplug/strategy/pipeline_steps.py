@@ -102,6 +102,7 @@ class PipelineSteps(Steps):
         self._run(run_stage, parts, train=True)
         finish_step(self._units, reduce=not self._trainer.fit_loop._should_accumulate())
         self.seeds.end(index)
+        self.end_first_step()
         output, entries, count = self._share_results(done, [part.rows for part in parts], train=True)
         self._window.add_batch(count, length)
         self.logs.finish_parts(entries)
@@ -140,6 +141,7 @@ class PipelineSteps(Steps):
         gather_for_step(self._units)
         self._run(run_stage, parts, train=False)
         self.seeds.end(index)
+        self.end_first_step()
         output, entries, _ = self._share_results(done, [part.rows for part in parts], train=False)
         self.logs.finish_parts(entries)
         return output

@@ -45,7 +45,7 @@ class Saving(OverRanks):
             return
         assert self._data is not None
         path = Path(self.broadcast(str(filepath)))
-        broadcast_buffers(self._module, self.mesh.group("batch"))  # the checkpoint refers to them
+        broadcast_buffers(self._module, self.mesh.group("tokens"))  # the checkpoint refers to them
         self._running.share_states()
         checkpoint[STATE_KEY] = self._data.state()
         checkpoints.save(checkpoint, path, (self.dp_rank, self.dp_size), self._names)

@@ -14,9 +14,9 @@ from torchmetrics import Metric
 
 from titanplug.mesh import Mesh
 from titanplug.parallel.fsdp import free_gathered
-from titanplug.parallel.logits import gather_logits
 from titanplug.parallel.parallelize import Parallelized
 from titanplug.parallel.pipeline.runtime import PipelineRuntime
+from titanplug.parallel.sharded_tensor import gather_shards
 from titanplug.strategy.gradient_window import GradientWindow
 from titanplug.strategy.loaders import HasShares, Share
 from titanplug.strategy.logs import StepLogs
@@ -64,13 +64,14 @@ class Steps:
         self._module = module
         self._units, self._plan = layout.fsdp_units, layout.plan
         self.manual = ManualStep(module, layout.fsdp_units)
-        self._gathers_logits = layout.tensor.group is not None
+        self._context = layout.context
+        self._gathers_outputs = layout.tensor.group is not None or bool(layout.context.borders)
         self._mesh: Mesh = layout.mesh
         self._window = window
         self._device = device
         self.seeds = StepSeeds(seed, layout.mesh.rank("batch"), device)
-        size = layout.mesh["loss"].size()
-        self.logs = StepLogs(module, layout.mesh.group("loss"), size, device, self._is_log_step)
+        size = layout.mesh["batch"].size()
+        self.logs = StepLogs(module, layout.mesh.group("batch"), size, device, self._is_log_step)
         self._served: dict[int, int] = {}
         self._loader_idx = 0
         self._received: tuple[int, Share | None] = -1, None
@@ -105,7 +106,7 @@ class Steps:
     def prepare_metrics(self) -> None:
         """Let metrics, also those that have come during the run, work over ranks."""
         self._metrics = find_metrics(self._module)
-        prepare_metrics(self._metrics, self._mesh.group("loss"))
+        prepare_metrics(self._metrics, self._mesh.group("batch"))
 
     def restart_count(self) -> None:
         """An evaluation starts."""
@@ -145,6 +146,7 @@ class Steps:
                 with self.manual.running():
                     output = self._call("training_step", args, kwargs)
         self.seeds.end(loop.total_batch_idx)
+        self.end_first_step()
         if output is None or not automatic:
             free_gathered(self._units)  # no backward follows that would
             self.logs.finish()
@@ -164,6 +166,7 @@ class Steps:
         with context(), self._metrics_of(share.local):
             output = self._whole(self._call(name, args, kwargs))
         self.seeds.end(index)
+        self.end_first_step()
         self.logs.finish()
         return output
 
@@ -176,7 +179,13 @@ class Steps:
         with context():
             output = self._whole(self._call("predict_step", args, kwargs))
         self.seeds.end(index)
+        self.end_first_step()
         return output
+
+    def end_first_step(self) -> None:
+        """A step has run: where models run on parts of a sequence, their attention must have known."""
+        if self._context.borders:
+            self._context.require_attention(self._mesh.group("pp"), self._device)
 
     def _hide_indices(self, loop: Any, batch: Any) -> None:
         """Tell prediction writers of no samples where another rank has those of this batch."""
@@ -218,7 +227,7 @@ class Steps:
         return nullcontext() if rows or not self._metrics else metrics_untouched(self._metrics)
 
     def _whole(self, output: Any) -> Any:
-        return gather_logits(output) if self._gathers_logits and output is not None else output
+        return gather_shards(output) if self._gathers_outputs and output is not None else output
 
     def _is_log_step(self) -> bool:
         trainer: Any = self._trainer  # some of its attributes are set from outside its class

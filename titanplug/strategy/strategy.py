@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,9 @@ from titanplug.compat import (
 )
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh, ParallelDims, shared_mesh
+from titanplug.parallel.active_sequence import forget_sequences
 from titanplug.parallel.buffers import broadcast_buffers
+from titanplug.parallel.context import models_of
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.local_optimizer import LocalShards
 from titanplug.parallel.parallelize import Parallelized, parallelize, switches
@@ -53,7 +56,7 @@ from titanplug.strategy.saving import Saving
 from titanplug.strategy.signals import GracefulStop
 from titanplug.strategy.steps import Steps
 from titanplug.strategy.summary import show_whole_summary
-from titanplug.validation import PipelineFacts, RunFacts, validate_run
+from titanplug.validation import ContextOptions, PipelineFacts, RunFacts, validate_run
 
 _LAYOUT = "_titanplug_layout"
 
@@ -74,7 +77,8 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         dp_shard: shards of the model (FSDP2). -1: the rest of the processes.
         tp: shards of each layer (tensor parallel); needs a plan.
         pp: ranks of the pipeline; needs a plan with the order of the model's modules.
-        cp: shards of the sequence (context parallel); only 1 in this version.
+        cp: shards of the sequence (context parallel); needs a plan with the sequence dims of the model's
+            inputs.
         plan: what to do with which modules, by names relative to the LightningModule. None: from the hook
             ``configure_parallel_plan`` of the module, or ``parallel_plan`` of the model.
         sequence_parallel: under tp, hidden states between blocks are sharded over the sequence.
@@ -91,6 +95,11 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         pp_first_weight: cost of the modules before the layers, in layers. None: by their parameters, at
             most one layer.
         pp_last_weight: cost of the modules after the layers, in layers. None: by their parameters.
+        cp_backend: how attention sees the tokens of other ranks: all_gather (any mask), ring, ulysses (heads
+            are exchanged for the sequence) or torch (its own ring).
+        cp_load_balance: each rank holds an early and a late chunk of the sequence. None: yes, but for
+            ulysses.
+        cp_pad: pad sequences that the ranks can't share evenly; False refuses them.
         gradient_norm_type: p of the gradient norm that is clipped; ``inf`` or ``"inf"`` for the maximum.
         error_if_nonfinite: stop all ranks before a step whose gradient norm is NaN or infinite. Reads
             the norm on the host in every step.
@@ -125,6 +134,9 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         pp_split: Sequence[Sequence[str]] | None = None,
         pp_first_weight: float | None = None,
         pp_last_weight: float | None = None,
+        cp_backend: str = "all_gather",
+        cp_load_balance: bool | None = None,
+        cp_pad: bool = True,
         gradient_norm_type: float | str = 2.0,
         error_if_nonfinite: bool = False,
         check_peers: bool = False,
@@ -140,8 +152,12 @@ class TitanStrategy(Optimization, Saving, OverRanks):
             pp_last_weight,
             reshard_after_forward,
         )
+        self._context_options = ContextOptions(cp_backend, cp_load_balance, cp_pad)
         facts = RunFacts(
-            gradient_norm_type=gradient_norm_type, timeout_s=timeout_s, pipeline=self._pipeline_facts
+            gradient_norm_type=gradient_norm_type,
+            timeout_s=timeout_s,
+            pipeline=self._pipeline_facts,
+            context=self._context_options,
         )
         validate_run(facts, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp)
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_s))
@@ -210,7 +226,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         """
         heads = None if self._given_plan is None else self._given_plan.heads
         self.parallel_dims = validate_run(
-            RunFacts(world_size=world_size, precision=precision, heads=heads, pipeline=self._pipeline_facts),
+            replace(self._facts(heads), world_size=world_size, precision=precision),
             **self.parallel_dims.degrees,
         )
 
@@ -230,7 +246,9 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         plan = self._given_plan or plan_of_models(model)
         if plan is not None and _LAYOUT not in model.__dict__:
             # The model is there already: no need to wait until the processes have met.
-            validate_run(RunFacts(heads=plan.heads), **self.parallel_dims.degrees)
+            validate_run(self._facts(plan.heads), **self.parallel_dims.degrees)
+            if self.parallel_dims.cp > 1:
+                models_of(model, plan.sequence_dims)
             if self.parallel_dims.pp > 1:
                 self._validate_stages(model, plan)
         if self.parallel_dims.pp > 1:
@@ -311,6 +329,10 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         install_pipeline_loop(trainer)
         return PipelineSteps(*common, number)
 
+    def _facts(self, heads: tuple[int, int] | None) -> RunFacts:
+        """What is known of the run, with the heads of the model that runs."""
+        return RunFacts(heads=heads, pipeline=self._pipeline_facts, context=self._context_options)
+
     def _pipeline_options(self) -> PipelineOptions:
         facts = self._pipeline_facts
         return PipelineOptions(
@@ -339,7 +361,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         shard = shard_options(self.precision_plugin, reshard_after_forward=reshard)
         pipeline = self._pipeline_options()
         if layout is not None:
-            now = switches(self.mesh, self._tensor_options, shard, pipeline)
+            now = switches(self.mesh, self._tensor_options, shard, pipeline, self._context_options)
             if layout.mesh is not self.mesh or layout.options != now:
                 raise ConfigError(
                     f"This {type(module).__name__} is laid out for {layout.mesh.dims} with {layout.options}, "
@@ -348,7 +370,8 @@ class TitanStrategy(Optimization, Saving, OverRanks):
                 )
             return layout
         plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
-        validate_run(RunFacts(world_size=self.world_size, heads=plan.heads), **self.parallel_dims.degrees)
+        facts = replace(self._facts(plan.heads), world_size=self.world_size)
+        validate_run(facts, **self.parallel_dims.degrees)
         if self.parallel_dims.pp > 1:
             self._validate_stages(module, plan)
             show_whole_summary(self._module.trainer, module)
@@ -364,6 +387,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
             tensor=self._tensor_options,
             shard=shard,
             pipeline=pipeline,
+            context=self._context_options,
         )
         module.__dict__[_LAYOUT] = layout
         return layout
@@ -395,7 +419,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
     @override
     def on_validation_start(self) -> None:
         self._running.restart_count()
-        broadcast_buffers(self._module, self.mesh.group("batch"))
+        broadcast_buffers(self._module, self.mesh.group("tokens"))
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -444,4 +468,5 @@ class TitanStrategy(Optimization, Saving, OverRanks):
     def teardown(self) -> None:
         if self._steps is not None:
             self._steps.logs.uninstall()
+        forget_sequences()
         super().teardown()

@@ -192,8 +192,8 @@ def _context_problems(cp: int, tp: int, facts: RunFacts) -> list[str]:
         lower = facts.seq_len - facts.seq_len % unit
         lengths = " or ".join(str(n) for n in (lower, lower + unit) if n)
         problems.append(
-            f"seq_len={facts.seq_len} with cp={cp} and cp_pad=False: the ranks share a sequence evenly, so it "
-            f"must be a multiple of {unit}. Use seq_len={lengths}, or cp_pad=True."
+            f"seq_len={facts.seq_len} with cp={cp} and cp_pad=False: the ranks share a sequence evenly, so "
+            f"it must be a multiple of {unit}. Use seq_len={lengths}, or cp_pad=True."
         )
     return problems
 

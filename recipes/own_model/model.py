@@ -1,4 +1,4 @@
-"""A small GPT in plain torch. Nothing in this file knows of titanplug or of several processes.
+"""A small GPT in plain torch, whose attention is titanplug's: on one process that is torch's own.
 
 Letters: B batch, S sequence, D model, H heads, K head dim, V vocabulary.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from titanplug.attention import dot_product_attention, token_positions
 
 
 class Attention(nn.Module):
@@ -29,7 +31,7 @@ class Attention(nn.Module):
             for layer in (self.query, self.key, self.value)
         )
         query, key = rotate(query), rotate(key)
-        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        heads = dot_product_attention(query, key, value)  # causal
         return self.out(heads.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -77,7 +79,7 @@ class GPT(nn.Module):
 def rotate(heads: Tensor) -> Tensor:
     """Rotary positions on (B, H, S, K)."""
     length, size = heads.shape[-2:]
-    position = torch.arange(length, device=heads.device, dtype=torch.float32)
+    position = token_positions(length, heads.device).float()  # in the whole sequence
     frequency = 10_000 ** -torch.linspace(0, 1, size // 2, device=heads.device)
     angle = torch.outer(position, frequency)  # (S, K/2)
     first, second = heads.float().chunk(2, dim=-1)

@@ -5,6 +5,7 @@ python train.py --devices 2             two shards (FSDP2)
 python train.py --devices 2 --tp 2      each layer on two processes
 python train.py --devices 4 --tp 2      both
 python train.py --devices 2 --pp 2      two pipeline stages
+python train.py --devices 2 --cp 2      each sequence on two processes
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class LitGPT(L.LightningModule):
             pipeline=PipelineOrder(
                 first=("model.embedding",), layers="model.blocks", last=("model.norm", "model.head")
             ),
+            # For parts of a sequence: the argument of GPT.forward that has one, and its dim.
+            sequence_dims={"model.tokens": 1},
             heads=(self.hparams.num_heads, self.hparams.num_heads),
         )
 
@@ -90,19 +93,20 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="processes")
     parser.add_argument("--tp", type=int, default=1, help="processes that share a layer")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--cp", type=int, default=1, help="processes that share a sequence")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--global-batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed or bf16-true")
     args = parser.parse_args()
 
     L.seed_everything(0, verbose=False)
-    shards = args.devices // (args.tp * args.pp)
+    shards = args.devices // (args.tp * args.pp * args.cp)
     data = TextDataModule(ByteTokenizer(), seq_len=128, batch_size=args.global_batch // shards, seed=0)
     trainer = L.Trainer(
         accelerator="auto",
         devices=args.devices,
         precision=args.precision,
-        strategy=TitanStrategy(dp_shard=shards, tp=args.tp, pp=args.pp, pp_schedule="1F1B"),
+        strategy=TitanStrategy(dp_shard=shards, tp=args.tp, pp=args.pp, cp=args.cp, pp_schedule="1F1B"),
         max_steps=args.steps,
         log_every_n_steps=10,
         gradient_clip_val=1.0,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.context import run_context_loop
 from benchmarks.loops import Workload, run_loop, run_titan
 from tests.harness import run_ranks
 
@@ -62,7 +63,8 @@ def _count_calls(rank: int, world_size: int, run: Any, *args: Any) -> float:
 def _compare(
     count: Callable[..., Any], workload: Workload, degrees: dict[str, int], world_size: int
 ) -> tuple[Any, Any]:
-    by_hand = partial(run_loop, local_optimizer=True)
+    # A loop on titanplug's border would have its costs, too.
+    by_hand = run_context_loop if "cp" in degrees else partial(run_loop, local_optimizer=True)
     loop = run_ranks(count, world_size, by_hand, workload, degrees)
     titan = run_ranks(count, world_size, run_titan, workload, degrees, init_process_group=False)
     return loop[0], titan[0]
@@ -73,6 +75,7 @@ LAYOUTS = [
     ({"dp_replicate": 2, "dp_shard": 1}, 2),
     ({"dp_shard": 1, "tp": 2}, 2),
     ({"dp_shard": 2, "tp": 2}, 4),
+    ({"dp_shard": 1, "cp": 2}, 2),
 ]
 
 

@@ -46,7 +46,7 @@ def alone(folder: Path) -> float:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", [("--tp", "2"), ("--tp", "1"), ("--pp", "2")], ids=" ".join)
+@pytest.mark.parametrize("layout", [("--tp", "2"), ("--tp", "1"), ("--pp", "2"), ("--cp", "2")], ids=" ".join)
 def test_two_processes_equal_one(folder: Path, alone: float, layout: tuple[str, str]) -> None:
     assert validation_loss(folder, "--devices", "2", *layout) == pytest.approx(alone, abs=2e-5)
 
@@ -54,4 +54,4 @@ def test_two_processes_equal_one(folder: Path, alone: float, layout: tuple[str, 
 def test_the_commands_of_the_readme_are_those_of_the_script() -> None:
     commands = re.findall(r"^python train\.py.*?(?=  |$)", (RECIPE / "README.md").read_text(), re.M)
     documented = (RECIPE / "train.py").read_text().partition('"""')[2].partition('"""')[0]
-    assert len(commands) == 5 and all(command in documented for command in commands)
+    assert len(commands) == 6 and all(command in documented for command in commands)

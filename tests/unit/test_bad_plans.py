@@ -57,7 +57,11 @@ DEGREES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "two rests": ({"dp_replicate": -1}, ("dp_replicate and dp_shard are -1", "at most one")),
     "size": ({"dp_shard": -2}, ("dp_shard=-2", "at least 1, or -1")),
     "pipeline": ({"pp": 4, "pp_schedule": "1F1B", "pp_microbatches": 2}, ("pp_microbatches=2", "4 or more")),
-    "context": ({"cp": 2}, ("cp=2", "not available yet", "only allowed value of cp is 1")),
+    "context": ({"cp": 2, "cp_backend": "gather"}, ("cp_backend='gather'", "ring", "mean 'all_gather'")),
+    "context heads": (
+        {"dp_shard": 1, "cp": 4, "cp_backend": "ulysses", "plan": ParallelPlan(heads=(4, 2))},
+        ("cp=4 x tp=1, 4 heads and 2 key-value heads", "Allowed values of cp: 1, 2;"),
+    ),
     "heads": (
         {"dp_shard": 1, "tp": 4, "plan": ParallelPlan(heads=(4, 2))},
         ("tp=4 with 4 heads and 2 key-value heads", "Allowed values of tp: 1, 2."),
@@ -77,7 +81,7 @@ def test_a_wrong_layout_is_refused(name: str) -> None:
 
 
 def test_all_wrong_fields_at_once() -> None:
-    message = refused({"dp_shard": 0, "tp": -2, "cp": 2, "gradient_norm_type": -1})
+    message = refused({"dp_shard": 0, "tp": -2, "cp_backend": "x", "gradient_norm_type": -1})
     assert message.startswith("4 problems in the configuration:")
     message = refused({"dp_shard": 3, "tp": 2}, precision="16-mixed")
     assert message.startswith("2 problems in the configuration:")

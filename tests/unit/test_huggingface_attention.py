@@ -127,6 +127,7 @@ def test_layers_share_their_masks(inputs: str, checkpointing: bool, monkeypatch:
 def test_a_copy_computes_with_its_own_weights() -> None:
     model = use_attention(use_attention(build()))
     assert len(model._forward_pre_hooks) == 1
+    assert not model.config.use_cache
     other = copy.deepcopy(model)
     nn.init.zeros_(other.lm_head.weight)
     assert other(tokens()).logits.abs().max() == 0 < model(tokens()).logits.abs().max()
@@ -218,6 +219,13 @@ def test_models_that_ask_for_what_it_cannot_do() -> None:
     chunked = hf.Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=2)
     with pytest.raises(ConfigError, match="layers of the kinds chunked_attention"):
         use_attention(hf.Llama4ForCausalLM(chunked))
+    with torch.device("meta"):
+        texts = hf.LlamaConfig(**SIZES)
+        llava = hf.LlavaForConditionalGeneration(
+            hf.LlavaConfig(text_config=texts, vision_config=hf.CLIPVisionConfig(num_hidden_layers=1))
+        )
+    with pytest.raises(ConfigError, match="consists of several models .vision_config, text_config"):
+        use_attention(llava)
     with pytest.raises(ConfigError, match="Linear: it takes a model of transformers"):
         use_attention(nn.Linear(2, 2))
 

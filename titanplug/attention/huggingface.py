@@ -185,7 +185,7 @@ def _make_no_mask(*_: Any, **options: Any) -> None:
     """What transformers calls for a mask: none, the layers make theirs, unless the model has its own rule."""
     # transformers itself goes without a mask where it allows that: then the rule is causal, or everything.
     plain = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
-    if options.get("use_vmap") or not plain:
+    if not plain:
         raise ConfigError(
             "The model has a rule of its own for which tokens see each other (as of images in a text), which "
             "titanplug's attention doesn't have. Use cp=1 and leave use_attention out."
@@ -269,7 +269,7 @@ def _refuse(model: Any, given: dict[str, Any]) -> None:
             "sequence only. Compute the loss in the step, where logits and labels are whole: "
             "F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())."
         )
-    if False:
+    if not isinstance(given.get("logits_to_keep", 0), int) or given.get("logits_to_keep", 0):
         raise ConfigError(
             f"{kind} was given logits_to_keep under cp > 1, which would keep tokens of every rank's part. "
             "Slice the logits in the step."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -66,6 +67,18 @@ def dot_product_attention(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def token_positions(length: int, device: torch.device | None = None) -> Tensor:
+    """Where in the whole sequence each of ``length`` tokens stands that a model sees.
+
+    Returns:
+        (length,) int64: ``torch.arange(length)`` where nothing is sharded, else this rank's part of it.
+    """
+    active = active_sequence(length)
+    if active is None:
+        return torch.arange(length, device=device)
+    return active.shards.positions(torch.device("cpu") if device is None else device)
 
 
 class DotProductAttention(nn.Module):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,10 +132,19 @@ class ModelBorder:
         sequence = self._sequence(self._length(given))
         inputs = {name: self._shard(name, value, sequence.shards) for name, value in given.items()}
         self.num_calls += 1
-        first = self.num_calls == 1
-        with sequence_active(sequence), RefuseTokenMixing(sequence, self._name, active=first):
+        with sequence_active(sequence), self._first_call(sequence, inputs):
             output = self._forward(*(inputs.pop(name) for name in names), *args[len(names) :], **inputs)
         return self._whole(output, sequence.shards)
+
+    def _first_call(
+        self, sequence: ActiveSequence, inputs: Mapping[str, Any]
+    ) -> AbstractContextManager[object]:
+        """What looks at the model's first call."""
+        if self.num_calls > 1:
+            return nullcontext()
+        cut = [inputs[name] for name in self._dims if isinstance(inputs.get(name), Tensor)]
+        sequence.shards.positions(cut[0].device)  # made before anybody looks
+        return RefuseTokenMixing(sequence, self._name, has_positions=len(cut) > 1)
 
     def _length(self, given: Mapping[str, Any]) -> int:
         lengths = {

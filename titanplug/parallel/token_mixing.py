@@ -1,9 +1,9 @@
-"""Finds operations that would mix the tokens of one rank's part of a sequence as if they were all."""
+"""Finds operations in a model that take the tokens of one rank's part of a sequence for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,26 +29,19 @@ _MIXING: dict[Callable[..., Any], str] = {
 class RefuseTokenMixing(TorchFunctionMode):
     """Inside, a known operation over tokens outside of titanplug's attention is an error.
 
-    It looks at every call of torch, so it is for the first call of a model only.
+    So are positions made from the length of the part, where the model wasn't given any. It looks at every
+    call of torch, so it is for the first call of a model only.
 
     Args:
         sequence: the sequence that the model runs on.
         name: of the model.
-        active: False looks at nothing.
+        has_positions: positions may be among the model's arguments.
     """
 
-    def __init__(self, sequence: ActiveSequence, name: str, *, active: bool) -> None:
+    def __init__(self, sequence: ActiveSequence, name: str, *, has_positions: bool) -> None:
         super().__init__()
-        self._sequence, self._name, self._active = sequence, name, active
-
-    @override
-    def __enter__(self) -> Self:
-        return super().__enter__() if self._active else self  # type: ignore[no-untyped-call]
-
-    @override
-    def __exit__(self, *error: object) -> None:
-        if self._active:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._sequence, self._name = sequence, name or "The model"
+        self._has_positions = has_positions
 
     @override
     def __torch_function__(
@@ -60,20 +53,51 @@ class RefuseTokenMixing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not self._sequence.in_attention:
-            what = _MIXING.get(func) or self._convolution(func, *args, **kwargs)
-            if what is not None:
-                raise ConfigError(
-                    f"{self._name or 'The model'} uses {what} under cp={self._sequence.shards.group.size}: "
-                    "it would see this rank's part of the sequence only. Attention must go through "
-                    "titanplug.attention.dot_product_attention; recurrences and convolutions over the "
-                    "sequence can't be sharded, so use cp=1 with them."
-                )
+            self._look(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _convolution(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-        if func not in (F.conv1d, torch.conv1d):
-            return None
-        x, weight = (*args, kwargs.get("weight"))[:2]
-        wide = isinstance(weight, Tensor) and weight.shape[-1] > 1
-        over_tokens = isinstance(x, Tensor) and x.shape[-1] == self._sequence.shards.local_length
-        return "a convolution over the sequence" if wide and over_tokens else None
+    def _look(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        shards = self._sequence.shards
+        what = _MIXING.get(func)
+        if func in (F.conv1d, torch.conv1d) and _is_wide(shards.local_length, *args, **kwargs):
+            what = "a convolution over the sequence"
+        if what is not None:
+            raise ConfigError(
+                f"{self._name} uses {what} under cp={shards.group.size}: it would see this rank's part of "
+                "the sequence only. Attention must go through titanplug.attention.dot_product_attention; "
+                "recurrences and convolutions over the sequence can't be sharded, so use cp=1 with them."
+            )
+        if not self._has_positions and _makes_positions(shards.local_length, func, args, kwargs):
+            raise ConfigError(
+                f"{self._name} makes positions from the length of its input under cp={shards.group.size}, "
+                "and a rank has only a part of the sequence: each would start at 0. Take "
+                "titanplug.attention.token_positions(length, device) in place of torch.arange(length) and "
+                "of the first rows of a table, or pass positions to the model as an argument that "
+                "sequence_dims names."
+            )
+
+
+def _is_wide(length: int, x: Any, weight: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether a convolution over ``length`` tokens sees more than one at a time."""
+    wide = isinstance(weight, Tensor) and weight.shape[-1] > 1
+    return wide and isinstance(x, Tensor) and x.shape[-1] == length
+
+
+def _makes_positions(
+    length: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """``arange(length)``, or the first ``length`` rows of something longer."""
+    if func is torch.arange:
+        start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 0, None, 1)[:3]
+        return (start, kwargs.get("end", stop), kwargs.get("step", step)) == (0, length, 1)
+    if func is not Tensor.__getitem__:
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if any(part is ... or part is None for part in index):
+        return False
+    return any(
+        isinstance(part, slice)
+        and (part.start or 0, part.stop, part.step or 1) == (0, length, 1)
+        and size > length
+        for part, size in zip(index, args[0].shape, strict=False)
+    )

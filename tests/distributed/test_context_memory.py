@@ -1,7 +1,7 @@
 """What a rank holds in a step: it falls with the number of ranks that share a sequence.
 
 Counted are the bytes of all tensors that live at once, from the first to the last operation of a step: what
-autograd keeps, and what is gathered for a moment. What doesn't grow with the sequence (weights, their gradients)
+autograd keeps, and what is gathered for a moment. What doesn't grow with the sequence (weights, gradients)
 drops out of the difference between a sequence and one of twice the length.
 """
 

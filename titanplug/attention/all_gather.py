@@ -45,7 +45,7 @@ class AllGather:
     ) -> tuple[Tensor, Tensor]:
         """One all-gather of keys and values."""
         keys, values = _gathered(key, value, shards)
-        parts = SoftmaxParts(query, value.shape[-1])
+        parts = SoftmaxParts(query)
         for block in _blocks(rule, shards, query):
             rows, columns = slice(*block.queries), slice(*block.keys)
             out, lse = attend(

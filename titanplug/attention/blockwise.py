@@ -122,6 +122,12 @@ def _given(
     return TokenMask.of_whole(causal=causal, window=window, whole_ids=ids), shards
 
 
+def _owned(x: Tensor) -> Tensor:
+    """Contiguous memory of its own: what an operator returns may share none."""
+    x = x.contiguous()
+    return x if x._base is None else x.clone()
+
+
 @torch.library.custom_op("titanplug::attend_sharded", mutates_args=())
 def _attend_op(
     query: Tensor,
@@ -138,7 +144,7 @@ def _attend_op(
 ) -> tuple[Tensor, Tensor]:
     rule, shards = _given(mask, ids, group, layout, causal, window)
     out, lse = _backend(backend).forward(query, key, value, rule, shards, scale)
-    return out.contiguous(), lse.contiguous()
+    return _owned(out), _owned(lse)
 
 
 @_attend_op.register_fake
@@ -167,7 +173,7 @@ def _attend_back_op(
     rule, shards = _given(mask, ids, group, layout, causal, window)
     saved = query, key, value, out, lse
     dq, dk, dv = _backend(backend).backward(grad, saved, rule, shards, scale)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return _owned(dq), _owned(dk), _owned(dv)
 
 
 @_attend_back_op.register_fake

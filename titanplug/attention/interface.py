@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanplug.attention.backends import require_backend
 from titanplug.attention.mask import TokenMask
 from titanplug.errors import ConfigError
-from titanplug.parallel.active_sequence import ActiveSequence, active_sequence
+from titanplug.parallel.active_sequence import ActiveSequence, active_sequence, is_ambiguous
 
 
 def dot_product_attention(
@@ -128,6 +128,13 @@ def _on_shards(
             f"Attention of {lengths[0]} queries to {lengths[1]} keys under cp={shards.group.size}: this rank "
             f"holds {shards.local_length} tokens of the sequence, and so many queries and keys are expected. "
             "Cross attention, a cache and sequences made inside of the model can't be sharded. Use cp=1."
+        )
+    sees_all = not isinstance(mask, TokenMask) or not mask.causal
+    if sees_all and not torch.compiler.is_compiling() and is_ambiguous(lengths[0]):
+        raise ConfigError(
+            "Activations are computed again in backward for attention that isn't causal, and the step ran on "
+            f"sequences of two lengths of which a rank holds {lengths[0]} tokens: which one is meant isn't "
+            "known. Pad them to one length, or don't checkpoint activations."
         )
     if isinstance(mask, Tensor) and mask.shape[-2:] != (shards.local_length, shards.length):
         raise ConfigError(

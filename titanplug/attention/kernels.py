@@ -193,13 +193,11 @@ class SoftmaxParts:
     """Output (B, H, S_local, K) and log-sum-exp (B, H, S_local) of a rank's queries, put together from parts.
 
     Args:
-        query: (B, H, S_local, K), for shapes.
-        value_size: K of the values.
+        query: (B, H, S_local, K), of whose dtype the output is.
     """
 
-    def __init__(self, query: Tensor, value_size: int) -> None:
-        self._shape = (*query.shape[:-1], value_size)
-        self._query = query
+    def __init__(self, query: Tensor) -> None:
+        self._dtype = query.dtype
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
@@ -225,6 +223,6 @@ class SoftmaxParts:
         parts = [self._parts[rows] for rows in sorted(self._parts)]
         if len(parts) == 1:
             out, lse = parts[0]
-            return out.to(self._query.dtype), lse
-        out = torch.cat([out.to(self._query.dtype) for out, _ in parts], 2)
+            return out.to(self._dtype), lse
+        out = torch.cat([out.to(self._dtype) for out, _ in parts], 2)
         return out, torch.cat([lse for _, lse in parts], 2)

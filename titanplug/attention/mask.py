@@ -104,7 +104,12 @@ class TokenMask:
         if self.window is not None:
             seen = seen & (distance < self.window)
         if self.whole_ids is not None:
-            of_queries, of_keys = self.whole_ids[:, slice(*queries)], self.whole_ids[:, slice(*keys)]
+            # Made outside of the model they have no padding, which is of the last document.
+            last = self.whole_ids.shape[1] - 1
+            of_queries, of_keys = (
+                self.whole_ids[:, torch.arange(*stretch, device=device).clamp(max=last)]
+                for stretch in (queries, keys)
+            )
             seen = seen & (of_queries[:, :, None] == of_keys[:, None, :])  # (B, queries, keys)
         bias = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, float("-inf"))
         return bias.view(-1, 1, *bias.shape[-2:])

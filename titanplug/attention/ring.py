@@ -48,7 +48,7 @@ class Ring:
         """N - 1 messages of keys and values."""
         assert isinstance(rule, TokenMask)
         group, sizes = shards.group, [key.shape[-1], value.shape[-1]]
-        parts = SoftmaxParts(query, value.shape[-1])
+        parts = SoftmaxParts(query)
         both = torch.cat([key, value], -1)
         for step in range(group.size):
             coming = _Passing(both, group) if step < group.size - 1 else None

@@ -40,13 +40,19 @@ class _State:
 
 _state = _State()
 _recent: dict[int, ActiveSequence] = {}
+_ambiguous: set[int] = set()
 
 
 @contextmanager
 def sequence_active(sequence: ActiveSequence) -> Iterator[None]:
     """Inside, a model runs on ``sequence``."""
     before, _state.running = _state.running, sequence
-    _recent[sequence.shards.local_length] = sequence
+    length = sequence.shards.local_length
+    known = _recent.setdefault(length, sequence)
+    if known is not sequence:
+        _recent[length] = sequence
+        if known.shards != sequence.shards:
+            _ambiguous.add(length)
     try:
         yield
     finally:
@@ -62,6 +68,12 @@ def active_sequence(local_length: int) -> ActiveSequence | None:
     return None
 
 
+def is_ambiguous(local_length: int) -> bool:
+    """Whether a computation is repeated in backward, and sequences of two lengths may be meant."""
+    return local_length in _ambiguous and _state.running is None
+
+
 def forget_sequences() -> None:
-    """The run is over."""
+    """A step begins, or the run is over."""
     _recent.clear()
+    _ambiguous.clear()

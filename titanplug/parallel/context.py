@@ -45,40 +45,49 @@ class ContextParallelized:
     """
 
     borders: dict[str, ModelBorder] = field(default_factory=dict)
-    _checked: bool = False
+    _unchecked: set[str] = field(default_factory=set)
 
-    def require_attention(self, stages: dist.ProcessGroup, device: torch.device) -> None:
-        """After the first step: each model must have computed its attention here.
+    def check_step(self, stages: dist.ProcessGroup, device: torch.device, *, trained: bool) -> None:
+        """After a step: what was called for the first time must have computed its attention here.
 
         Args:
             stages: the ranks of the pipeline, which together hold a model.
-            device: where ranks add up.
+            device: where they add up.
+            trained: the step returned a loss.
 
         Raises:
-            ConfigError: a model ran and attended to its part of the sequence alone, or none ran; on all
-                ranks.
+            ConfigError: a model ran and attended to its part of the sequence alone, or a loss came without
+                one that ran; on all ranks.
         """
-        if self._checked:
+        if not self._unchecked:
             return
-        self._checked = True
-        counts = torch.tensor([[b.num_calls, b.num_attentions] for b in self.borders.values()], device=device)
-        dist.all_reduce(counts, group=stages)
-        calls, attentions = counts.T.tolist()
-        names = ", ".join(name or "the module" for name in self.borders)
-        if not any(calls):
+        for name in sorted(self._unchecked):
+            border = self.borders[name]
+            if not border.num_calls:
+                continue
+            self._unchecked.discard(name)
+            if not self._num_attentions(border, stages, device):
+                raise ConfigError(
+                    f"cp > 1 and {name or 'the module'} never called titanplug's attention, so its tokens "
+                    "saw their own part of the sequence only. Call "
+                    "titanplug.attention.dot_product_attention in place of scaled_dot_product_attention (for "
+                    "transformers: titanplug.attention.huggingface), or use cp=1."
+                )
+        if trained and len(self._unchecked) == len(self.borders):
+            names = ", ".join(name or "the module" for name in self.borders)
             raise ConfigError(
                 f"cp > 1 and the step didn't call {names}, whose inputs the plan's sequence_dims cut. Call "
                 "the model, or name in sequence_dims the inputs of the module that is called: "
                 '{"model.input_ids": 1}.'
             )
-        without = [name for name, c, a in zip(self.borders, calls, attentions, strict=True) if c and not a]
-        if without:
-            raise ConfigError(
-                f"cp > 1 and {without[0] or 'the module'} never called titanplug's attention, so its "
-                "tokens saw their own part of the sequence only. Call "
-                "titanplug.attention.dot_product_attention in place of scaled_dot_product_attention (for "
-                "transformers: titanplug.attention.huggingface), or use cp=1."
-            )
+
+    def _num_attentions(self, border: ModelBorder, stages: dist.ProcessGroup, device: torch.device) -> int:
+        own = border.num_attentions
+        if dist.get_world_size(stages) == 1:
+            return own
+        total = torch.tensor(own, device=device)
+        dist.all_reduce(total, group=stages)
+        return int(total)
 
 
 class ModelBorder:
@@ -106,18 +115,7 @@ class ModelBorder:
         self._multiple = multiple
         self._forward: Callable[..., Any] = module.forward
         self._sequences: dict[int, ActiveSequence] = {}
-        parameters = inspect.signature(module.forward).parameters.values()
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._arguments = [p.name for p in parameters if p.kind in positional]
-        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        known = {p.name for p in parameters}
-        unknown = [key for key in dims if key not in known and not self._takes_any]
-        if unknown:
-            raise ConfigError(
-                f"sequence_dims names {', '.join(map(repr, unknown))}, and {type(module).__name__}.forward "
-                f"takes {', '.join(known) or 'no arguments'}. The keys are arguments of the model's forward: "
-                "what the step keeps for itself (labels) stays whole, and is no entry. Correct the plan."
-            )
+        self._arguments = _positional(module)
         self.num_calls = 0
 
     @property
@@ -147,11 +145,20 @@ class ModelBorder:
         return RefuseTokenMixing(sequence, self._name, has_positions=len(cut) > 1)
 
     def _length(self, given: Mapping[str, Any]) -> int:
-        lengths = {
-            name: given[name].shape[dim]
-            for name, dim in self._dims.items()
-            if dim is not None and isinstance(given.get(name), Tensor)
-        }
+        lengths = {}
+        for name, dim in self._dims.items():
+            value = given.get(name)
+            if dim is None or value is None:
+                continue
+            if not isinstance(value, Tensor) or not -value.ndim <= dim < value.ndim:
+                shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ConfigError(
+                    f"sequence_dims gives {name!r} of {self._name or 'the model'} the sequence dim {dim}, "
+                    f"and it is called with {shown}. It must be a tensor that has the dim; where a dict or "
+                    "another container is passed, name the arguments of a module inside that gets the "
+                    "tensors."
+                )
+            lengths[name] = value.shape[dim]
         if len(set(lengths.values())) != 1:
             shown = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "none was passed"
             raise ConfigError(
@@ -239,6 +246,7 @@ def apply_context_parallel(
         border = ModelBorder(name, module, dims, group, options, multiple)
         module.forward = border
         result.borders[name] = border
+        result._unchecked.add(name)
         for inner in _dropouts(module):
             inner.forward = DrawOnShard(inner, group)
     return result
@@ -262,6 +270,11 @@ def models_of(root: nn.Module, sequence_dims: Mapping[str, int | None]) -> dict[
     problems = []
     for key, dim in sequence_dims.items():
         name, _, argument = key.rpartition(".")
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            problems.append(
+                f"sequence_dims: {key!r} is {dim!r}. It is the sequence dim of the argument, a whole "
+                "number, or None for an argument that is passed on whole. Correct the plan."
+            )
         if name not in modules:
             problems.append(
                 f"sequence_dims: {key!r} names the argument {argument!r} of {name!r}, and "
@@ -269,9 +282,38 @@ def models_of(root: nn.Module, sequence_dims: Mapping[str, int | None]) -> dict[
                 f"{', '.join(child for child, _ in root.named_children()) or 'none'}. Correct the plan."
             )
         models.setdefault(name, {})[argument] = dim
+    for name, dims in models.items():
+        if name in modules:
+            problems += _argument_problems(modules[name], dims)
+        inside = [outer for outer in models if name != outer and (not outer or name.startswith(f"{outer}."))]
+        if inside:
+            problems.append(
+                f"sequence_dims names arguments of {name!r} and of {inside[0] or 'the module'!r}, which "
+                "holds it: a sequence is cut once. Name those of the outer one alone."
+            )
     if problems:
         raise ConfigError(problems)
     return models
+
+
+def _argument_problems(module: nn.Module, dims: Mapping[str, int | None]) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return []
+    known = [p.name for p in parameters]
+    unknown = [key for key in dims if key not in known]
+    if not unknown:
+        return []
+    return [
+        f"sequence_dims names {', '.join(map(repr, unknown))}, and {type(module).__name__}.forward takes "
+        f"{', '.join(known) or 'no arguments'}. The keys are arguments of the model's forward: what the step "
+        "keeps for itself (labels) stays whole, and is no entry. Correct the plan."
+    ]
+
+
+def _positional(module: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
 
 
 def _dropouts(module: nn.Module) -> Iterable[nn.Module]:

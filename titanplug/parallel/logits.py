@@ -10,6 +10,7 @@ everything else first gathers the whole tensor, so nothing gives another result 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class ShardedLogits(ShardedTensor):
         """Wrap ``local``; ``num_classes`` is V."""
         self = cls._wrap(local, (*local.shape[:-1], num_classes))
         self.group = group
-        return self
+        # Every rank of the axis has the whole gradient.
+        return self._enclosed(partial(_block_of, group, num_classes))
 
     def whole(self) -> Tensor:
         """The whole tensor, on every rank; a collective over the axis."""
@@ -56,6 +58,11 @@ class ShardedLogits(ShardedTensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedLogits(shape={tuple(self.shape)}, block {self.group.rank} of {self.group.size})"
+
+
+def _block_of(group: AxisGroup, num_classes: int, grad: Tensor) -> Tensor:
+    start, width = group.block(num_classes)
+    return grad.narrow(-1, start, width)
 
 
 def _same_columns(func: Callable[..., Any], logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from titanplug.errors import ConfigError
 from titanplug.mesh import Mesh
 from titanplug.parallel.collectives import AxisGroup
-from titanplug.parallel.context import ContextParallelized, apply_context_parallel, models_of
+from titanplug.parallel.context import ContextParallelized, apply_context_parallel
 from titanplug.parallel.fsdp import ShardOptions, apply_fsdp, finish_fsdp
 from titanplug.parallel.initialise import broadcast_values, materialize
 from titanplug.parallel.pipeline.stages import (
@@ -111,8 +111,6 @@ def parallelize(
     styles = resolve_styles(root, plan) if dims.tp > 1 else {}
     if styles:
         validate_styles(root, styles, dims.tp)
-    if dims.cp > 1:
-        models_of(root, plan.sequence_dims)
     blocks = modules_matching(root, plan.fsdp_units, "fsdp_units") if shards else {}
     broadcast_values(root, device)
     if dims.pp > 1:

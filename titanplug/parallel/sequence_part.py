@@ -10,6 +10,7 @@ Letters: B batch, S sequence, S_local of its tokens on this rank, N rows (B time
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -38,6 +39,17 @@ def sum_over_ranks(x: Tensor, group: AxisGroup) -> Tensor:
     """Sum what the ranks have of their tokens, for use alike on every rank."""
     result: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return result
+
+
+def _part_of_gradient(
+    shards: SequenceShards, dim: int, start: int, merged: torch.Size | None, grad: Tensor
+) -> Tensor:
+    """From g/n of the whole on each rank to g of this rank's tokens."""
+    if merged is not None:
+        grad = grad.unflatten(0, (*merged, -1))
+    padded = grad.new_zeros(*grad.shape[:dim], shards.padded, *grad.shape[dim + 1 :])
+    padded.narrow(dim, start, grad.shape[dim]).copy_(grad)
+    return shards.scatter_padded_sum(padded, dim)
 
 
 class SequencePart(ShardedTensor):
@@ -89,7 +101,9 @@ class SequencePart(ShardedTensor):
         self = cls._wrap(local, (*lead, *rest))
         self.shards, self.sequence_dim = shards, sequence_dim
         self.start, self.stop, self.merged = start, stop, merged and bool(batch)
-        return self
+        return self._enclosed(
+            partial(_part_of_gradient, shards, sequence_dim, start, batch if self.merged else None)
+        )
 
     def whole(self) -> Tensor:
         """The whole tensor, on every rank; a collective over the axis."""

@@ -1,17 +1,22 @@
 """Tensors of which a rank holds a part, yet that behave like the whole one in ordinary code.
 
 What a class knows to do on its part (a shape change, a cast, a loss) stays sharded; everything else first
-gathers the whole tensor, so nothing gives another result than without it. Autograd sees the part only.
+gathers the whole tensor, so nothing gives another result than without it. What is done by these functions
+goes through the graph of the part; an autograd function that takes the tensor itself gives the gradient of
+the whole, of which the part gets its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
+
+from titanplug.errors import TitanplugError
 
 Handlers: TypeAlias = Mapping[Callable[..., Any], Callable[..., Any]]
 """From a function of torch to what does it on the part: called with the function and its arguments, may
@@ -34,6 +39,29 @@ class ShardedTensor(Tensor):
         self.local = local
         result: Self = self
         return result
+
+    def _enclosed(self, part_of: Callable[[Tensor], Tensor]) -> Self:
+        """This tensor as a result of ``local``, for autograd.
+
+        Args:
+            part_of: from the gradient of the whole to that of ``local``; holds no reference to this tensor,
+                which would never be freed.
+        """
+        if not (torch.is_grad_enabled() and self.local.requires_grad):
+            return self
+        result: Self = _Enclose.apply(self.local, [self], part_of)  # type: ignore[no-untyped-call]
+        return result
+
+    def _require_connected(self) -> None:
+        """A checkpoint that computes without a graph returns the tensor connected, but not its part."""
+        with torch._C.DisableTorchFunctionSubclass():
+            connected = self.requires_grad
+        if connected and not self.local.requires_grad:
+            raise TitanplugError(
+                "The output of a model whose layout is sharded came out of a function that computes again in "
+                "backward and takes it apart from its graph: its gradient would be lost. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
 
     def whole(self) -> Tensor:
         """The whole tensor, on every rank; a collective. (``gather`` is the ordinary one, by index.)"""
@@ -68,6 +96,8 @@ class ShardedTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = bool(args) and isinstance(args[0], cls)
+        if first:
+            args[0]._require_connected()
         if first and func in _OF_LOCAL:
             return func(args[0].local, *args[1:], **kwargs)
         handler = cls._handlers.get(func) if first or func in cls._either_side else None
@@ -96,9 +126,33 @@ class ShardedTensor(Tensor):
         return func(*gather_shards(args), **gather_shards(kwargs or {}))
 
 
+class _Enclose(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, holder: list[ShardedTensor], part_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.part_of = part_of
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.part_of(gather_shards(grads[0])), None, None
+
+
 def gather_shards(value: Any) -> Any:
-    """A nested value with every :class:`ShardedTensor` in it gathered."""
-    return tree_map_only(ShardedTensor, lambda sharded: sharded.whole(), value)
+    """A nested value with every :class:`ShardedTensor` in it gathered, also in dataclasses."""
+    return tree_map(_gathered, value)
+
+
+def _gathered(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        return value.whole()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
+        gathered = {name: gather_shards(item) for name, item in own.items()}
+        if any(gathered[name] is not item for name, item in own.items()):
+            return dataclasses.replace(value, **gathered)
+    return value
 
 
 def has_dims(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

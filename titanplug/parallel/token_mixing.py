@@ -25,6 +25,13 @@ _MIXING: dict[Callable[..., Any], str] = {
     torch.rnn_relu: "an RNN",
 }
 
+# Where a function has its argument ``dim``.
+_OVER_A_DIM = {
+    **dict.fromkeys(("mean", "sum", "cumsum", "cumprod", "std", "var", "amax", "amin", "argmax", "flip"), 1),
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "sort", "cummax"), 1),
+    "roll": 2,
+}
+
 
 class RefuseTokenMixing(TorchFunctionMode):
     """Inside, a known operation over tokens outside of titanplug's attention is an error.
@@ -59,13 +66,14 @@ class RefuseTokenMixing(TorchFunctionMode):
     def _look(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         shards = self._sequence.shards
         what = _MIXING.get(func)
-        if func in (F.conv1d, torch.conv1d) and _is_wide(shards.local_length, *args, **kwargs):
-            what = "a convolution over the sequence"
+        if what is None:
+            what = _mixes(shards.local_length, func, args, kwargs)
         if what is not None:
             raise ConfigError(
                 f"{self._name} uses {what} under cp={shards.group.size}: it would see this rank's part of "
                 "the sequence only. Attention must go through titanplug.attention.dot_product_attention; "
-                "recurrences and convolutions over the sequence can't be sharded, so use cp=1 with them."
+                "what else mixes tokens can't be sharded inside of the model: do it with the model's output "
+                "in the step, or use cp=1."
             )
         if not self._has_positions and _makes_positions(shards.local_length, func, args, kwargs):
             raise ConfigError(
@@ -77,10 +85,30 @@ class RefuseTokenMixing(TorchFunctionMode):
             )
 
 
-def _is_wide(length: int, x: Any, weight: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Whether a convolution over ``length`` tokens sees more than one at a time."""
-    wide = isinstance(weight, Tensor) and weight.shape[-1] > 1
-    return wide and isinstance(x, Tensor) and x.shape[-1] == length
+def _mixes(
+    length: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    """What an operation does over the ``length`` tokens of a part, if it does."""
+    x = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
+    if not isinstance(x, Tensor) or length == 1:
+        return None
+    name = getattr(func, "__name__", "")
+    if func in (F.conv1d, torch.conv1d):
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        wide = isinstance(weight, Tensor) and weight.shape[-1] > 1
+        return "a convolution over the sequence" if wide and x.shape[-1] >= length else None
+    if name in ("softmax", "_softmax") and x.ndim > 2 and x.shape[-2:] == (length, length):
+        return "attention of its own"
+    if x.ndim != 3 or x.shape[1] != length or x.shape[2] == length:
+        return None
+    if name == "pad":
+        sides = args[1] if len(args) > 1 else kwargs.get("pad", ())
+        return "padding of the sequence" if any(sides[2:4]) else None
+    if name in _OVER_A_DIM:
+        dim = kwargs.get("dim", args[_OVER_A_DIM[name]] if len(args) > _OVER_A_DIM[name] else None)
+        dims = dim if isinstance(dim, tuple | list) else (dim,)
+        return f"`{name}` over the sequence" if any(d in (1, -2) for d in dims) else None
+    return None
 
 
 def _makes_positions(

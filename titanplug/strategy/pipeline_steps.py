@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from titanplug.errors import ConfigError
+from titanplug.parallel.active_sequence import forget_sequences
 from titanplug.parallel.fsdp import finish_step, gather_for_step
 from titanplug.parallel.parallelize import Parallelized
 from titanplug.parallel.pipeline.runtime import PipelineRuntime
@@ -83,6 +84,7 @@ class PipelineSteps(Steps):
         self.keeps_metric_calls = self._is_log_step() or index == 0 or bool(self._metrics_read)
         self._window.start(share)
         self._window.open()
+        forget_sequences()
         step = self._step_of("training_step", args[1:], kwargs)
         done = _Parts(len(parts))
 
@@ -102,7 +104,7 @@ class PipelineSteps(Steps):
         self._run(run_stage, parts, train=True)
         finish_step(self._units, reduce=not self._trainer.fit_loop._should_accumulate())
         self.seeds.end(index)
-        self.end_first_step()
+        self.check_models(trained=True)
         output, entries, count = self._share_results(done, [part.rows for part in parts], train=True)
         self._window.add_batch(count, length)
         self.logs.finish_parts(entries)
@@ -141,7 +143,7 @@ class PipelineSteps(Steps):
         gather_for_step(self._units)
         self._run(run_stage, parts, train=False)
         self.seeds.end(index)
-        self.end_first_step()
+        self.check_models()
         output, entries, _ = self._share_results(done, [part.rows for part in parts], train=False)
         self.logs.finish_parts(entries)
         return output

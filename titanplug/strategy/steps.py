@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from titanplug.mesh import Mesh
+from titanplug.parallel.active_sequence import forget_sequences
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.parallelize import Parallelized
 from titanplug.parallel.pipeline.runtime import PipelineRuntime
@@ -138,6 +139,7 @@ class Steps:
         self.seeds.begin("train", loop.total_batch_idx)
         self.logs.start(share.local)
         self._window.start(share)
+        forget_sequences()
         automatic = self._module.automatic_optimization
         with context(), self._metrics_of(share.local):
             if automatic:
@@ -146,7 +148,7 @@ class Steps:
                 with self.manual.running():
                     output = self._call("training_step", args, kwargs)
         self.seeds.end(loop.total_batch_idx)
-        self.end_first_step()
+        self.check_models(trained=output is not None)
         if output is None or not automatic:
             free_gathered(self._units)  # no backward follows that would
             self.logs.finish()
@@ -166,7 +168,7 @@ class Steps:
         with context(), self._metrics_of(share.local):
             output = self._whole(self._call(name, args, kwargs))
         self.seeds.end(index)
-        self.end_first_step()
+        self.check_models()
         self.logs.finish()
         return output
 
@@ -179,13 +181,13 @@ class Steps:
         with context():
             output = self._whole(self._call("predict_step", args, kwargs))
         self.seeds.end(index)
-        self.end_first_step()
+        self.check_models()
         return output
 
-    def end_first_step(self) -> None:
-        """A step has run: where models run on parts of a sequence, their attention must have known."""
+    def check_models(self, *, trained: bool = False) -> None:
+        """A step is over: where models run on parts of a sequence, their attention must have known."""
         if self._context.borders:
-            self._context.require_attention(self._mesh.group("pp"), self._device)
+            self._context.check_step(self._mesh.group("pp"), self._device, trained=trained)
 
     def _hide_indices(self, loop: Any, batch: Any) -> None:
         """Tell prediction writers of no samples where another rank has those of this batch."""

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -243,16 +244,28 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         Raises:
             ConfigError: it can't be laid out as asked; all problems at once.
         """
-        plan = self._given_plan or plan_of_models(model)
-        if plan is not None and _LAYOUT not in model.__dict__:
-            # The model is there already: no need to wait until the processes have met.
-            validate_run(self._facts(plan.heads), **self.parallel_dims.degrees)
-            if self.parallel_dims.cp > 1:
-                models_of(model, plan.sequence_dims)
-            if self.parallel_dims.pp > 1:
-                self._validate_stages(model, plan)
+        if _LAYOUT not in model.__dict__:
+            plan, built = self._plan_before_start(model)
+            if plan is not None:
+                validate_run(self._facts(plan.heads), **self.parallel_dims.degrees)
+            if plan is not None and built:
+                self._validate_structure(model, plan)
         if self.parallel_dims.pp > 1:
             validate_pipeline_module(model)
+
+    def _plan_before_start(self, model: LightningModule) -> tuple[ParallelPlan | None, bool]:
+        """What is known of the plan, and whether all modules that it names must be there already."""
+        if next(model.parameters(), None) is None:
+            return self._given_plan, False
+        if is_overridden("configure_model", model):  # which may have more to build
+            return self._given_plan or plan_of_models(model), self._given_plan is None
+        return resolve_plan(model, self._given_plan, needs_tensor=self.parallel_dims.tp > 1), True
+
+    def _validate_structure(self, model: LightningModule, plan: ParallelPlan) -> None:
+        if self.parallel_dims.cp > 1:
+            models_of(model, plan.sequence_dims)
+        if self.parallel_dims.pp > 1:
+            self._validate_stages(model, plan)
 
     # ---------------------------------------------------------------- set-up
 
@@ -372,8 +385,8 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         plan = resolve_plan(module, self._given_plan, needs_tensor=self.parallel_dims.tp > 1)
         facts = replace(self._facts(plan.heads), world_size=self.world_size)
         validate_run(facts, **self.parallel_dims.degrees)
+        self._validate_structure(module, plan)
         if self.parallel_dims.pp > 1:
-            self._validate_stages(module, plan)
             show_whole_summary(self._module.trainer, module)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)

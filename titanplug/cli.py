@@ -15,6 +15,7 @@ usage: titanplug COMMAND [arguments]
 Commands:
   train     train a model:  titanplug train experiment=quickstart
   schedule  compare pipeline schedules:  titanplug schedule --pp 4 --microbatches 8
+  compare   compare the loss curves of runs:  titanplug compare runs/a/* runs/b/* --picture both.png
 
 titanplug COMMAND --help tells more; titanplug --version the version.
 """
@@ -38,6 +39,10 @@ def main() -> None:
         from titanplug.report.schedules import main as schedule
 
         schedule(arguments)
+    elif command == "compare":
+        from titanplug.report.compare import main as compare
+
+        compare(arguments)
     else:
         print(f"titanplug: there is no command {command!r}.\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(2)

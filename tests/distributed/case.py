@@ -80,13 +80,9 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 def build_model(case: Case) -> Transformer:
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "hidden_dim": 24, "init_std": 0.3}
+    sizes: dict[str, Any] = {"dim": 16, "num_layers": 4, "num_heads": 4, "hidden_dim": 24, "init_std": 0.3}
     config = TransformerConfig(
-        vocab_size=VOCAB,
-        dim=16,
-        max_seq_len=case.seq_len,
-        tie_embeddings=case.tied,
-        **{**sizes, **case.model},
+        vocab_size=VOCAB, max_seq_len=case.seq_len, tie_embeddings=case.tied, **{**sizes, **case.model}
     )
     return Transformer(config).to(case.dtype)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from titanplug.mesh import Mesh, ParallelDims
 from titanplug.models import Transformer, TransformerConfig
@@ -30,6 +31,7 @@ from titanplug.parallel.parallelize import parallelize
 from titanplug.parallel.pipeline.stages import PipelineOptions
 from titanplug.parallel.styles import TensorOptions
 from titanplug.strategy import TitanStrategy
+from titanplug.validation import ContextOptions
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ModuleWithLosses(Module):
+    """Keeps what callbacks see as the loss of each step."""
+
+    def __init__(self, workload: Workload, losses: list[float]) -> None:
+        super().__init__(workload)
+        self._losses = losses
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._losses.append(float(outputs["loss"]))
 
 
 class AroundStep(L.Callback):
@@ -178,6 +192,7 @@ def run_loop(
         tensor=TensorOptions(),
         shard=ShardOptions(),
         pipeline=PipelineOptions(),
+        context=ContextOptions(),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parameters = list(model.parameters())
@@ -190,7 +205,7 @@ def run_loop(
         logits = model(batch["input_ids"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         optimizer.zero_grad()
-        (loss / dp_size).backward()
+        (loss / (dp_size * dims.cp)).backward()  # ranks of cp have parts of one gradient
         if layout.tensor.group is not None:
             reduce_partial_gradients(partial, layout.tensor.group)
         if workload.clip:

@@ -21,6 +21,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from typing_extensions import override
 
-from benchmarks.loops import Module, Workload, batches, build_model, run_trainer
+from benchmarks.loops import ModuleWithLosses, Workload, batches, build_model, run_trainer
 from benchmarks.peers import cross_entropy
 from benchmarks.trainer_overhead import WARM_UP, measure
 from tests.harness import run_ranks
@@ -52,35 +54,17 @@ DEMANDED = {"50 ms": 1.05, "200 ms": 1.02}
 LOSS_TOLERANCE = 1e-5
 
 
-class _ModuleWithLosses(Module):
-    """Keeps what callbacks see as the loss of each step."""
-
-    def __init__(self, workload: Workload, losses: list[float]) -> None:
-        super().__init__(workload)
-        self._losses = losses
-
-    @override
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._losses.append(float(outputs["loss"]))
-
-
 def run_titan_pipeline(
-    workload: Workload,
-    degrees: dict[str, int],
-    world_size: int,
-    mark: Callable[[int], None],
-    *,
-    schedule: str,
-    losses: list[float],
+    workload: Workload, schedule: str, mark: Callable[[int], None], losses: list[float]
 ) -> None:
     """Train by the Trainer with TitanStrategy; the loss of each step goes into ``losses``."""
     strategy = TitanStrategy(
-        pp=degrees["pp"],
-        dp_shard=degrees["dp_shard"],
+        pp=DEGREES["pp"],
+        dp_shard=DEGREES["dp_shard"],
         pp_schedule=schedule,
         pp_microbatches=NUM_MICROBATCHES,
     )
-    run_trainer(workload, strategy, world_size, 1, mark, _ModuleWithLosses(workload, losses))
+    run_trainer(workload, strategy, DEGREES["pp"], 1, mark, ModuleWithLosses(workload, losses))
 
 
 class StageModel(nn.Module):
@@ -137,26 +121,13 @@ def build_stages(workload: Workload, schedule: str, rank: int, num_ranks: int) -
     ]
 
 
-def run_torch_pipeline(
-    workload: Workload,
-    degrees: dict[str, int],
-    world_size: int,
-    mark: Callable[[int], None],
-    *,
-    schedule: str,
-    losses: list[float],
-) -> None:
-    """Train by a hand-written loop on torch's pipelining. Needs a process group.
+def torch_steps(workload: Workload, schedule: str, losses: list[float]) -> Iterator[int]:
+    """A hand-written loop on torch's pipelining, one step at a time. Needs a process group.
 
-    The loss of each step goes into ``losses`` on the rank that has the last stage.
+    The first thing it gives is -1, when all is set up. The loss of each step goes into ``losses`` on the rank
+    that has the last stage.
     """
-    for step in torch_steps(workload, world_size, schedule=schedule, losses=losses):
-        mark(step)
-
-
-def torch_steps(workload: Workload, world_size: int, *, schedule: str, losses: list[float]) -> Iterator[int]:
-    """The loop, one step at a time; the first thing it gives is -1, when all is set up."""
-    stages = build_stages(workload, schedule, dist.get_rank(), world_size)
+    stages = build_stages(workload, schedule, dist.get_rank(), DEGREES["pp"])
     run: Any
     if schedule == "1F1B":
         run = Schedule1F1B(stages[0], NUM_MICROBATCHES, _part_of_loss, scale_grads=False)
@@ -181,108 +152,198 @@ def _part_of_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels) / NUM_MICROBATCHES
 
 
-CONTESTANTS: dict[str, tuple[Callable[..., None], bool]] = {
-    "titan": (run_titan_pipeline, False),
-    "torch": (run_torch_pipeline, True),
-}
+# ---------------------------------------------------------------- TitanStrategy against loops
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The same work by the Trainer with TitanStrategy and by hand-written loops.
+
+    Args:
+        workload: what is trained.
+        num_ranks: processes of each contestant.
+        titan: trains; takes what it calls with the number of each step, -1 before the first, and where it
+            puts losses.
+        loops: train one step at a time, by name; take where they put losses and give the same numbers. Need
+            a process group.
+    """
+
+    workload: Workload
+    num_ranks: int
+    titan: Callable[[Callable[[int], None], list[float]], None]
+    loops: dict[str, Callable[[list[float]], Iterator[int]]]
 
 
 def measure_with_losses(
-    rank: int, world_size: int, run: Callable[..., None], workload: Workload, schedule: str
+    rank: int, num_ranks: int, contest: Contest, name: str
 ) -> tuple[dict[str, float], list[float]]:
-    """Figures of this rank, and the losses that it knows."""
+    """Figures of this rank with one contestant, and the losses that it knows."""
     losses: list[float] = []
 
-    def run_collected(*args: Any) -> None:
-        *others, mark = args
-
-        def mark_collected(step: int) -> None:
-            if step == WARM_UP - 2:
-                # The first full collection after a fork goes through all of the parent's objects, for as long
-                # as several steps. Now neither has it among its counted steps.
-                gc.collect()
-            mark(step)
-
-        run(*others, mark_collected, schedule=schedule, losses=losses)
-
-    return measure(rank, world_size, run_collected, workload, DEGREES), losses
-
-
-def measure_in_turn(rank: int, world_size: int, workload: Workload, schedule: str) -> dict[str, list[float]]:
-    """Processor time of each step of both contestants, which take turns step by step in one process.
-
-    What else a shared machine does falls on both alike, which separate runs can't have.
-    """
-    seconds: dict[str, list[float]] = {"titan": [], "torch": []}
-    own: list[float] = []
-    peer: Iterator[int] | None = None
-    before = 0.0
-
-    def mark(step: int) -> None:
-        nonlocal peer, before
-        now = time.process_time()
-        if peer is None:  # the process group is there
-            peer = torch_steps(workload, world_size, schedule=schedule, losses=[])
-            next(peer)
+    def run(*args: Any) -> None:
+        mark = args[-1]
+        if name == "titan":
+            contest.titan(mark, losses)
         else:
-            seconds["titan"].append(now - before)
-            next(peer)
-            seconds["torch"].append(time.process_time() - now)
-        if step == WARM_UP - 2:
-            gc.collect()
-        before = time.process_time()
+            for step in contest.loops[name](losses):
+                mark(step)
 
-    run_titan_pipeline(workload, DEGREES, world_size, mark, schedule=schedule, losses=own)
-    return {name: values[WARM_UP:] for name, values in seconds.items()}
+    return measure(rank, num_ranks, run, contest.workload, {}), losses
 
 
-def ratio_in_turn(schedule: str, workload: Workload, rounds: int) -> tuple[float, float, float]:
-    """Median over steps of titan's processor time over torch's, both ranks summed; and the quartiles."""
-    ratios: list[float] = []
-    for _ in range(rounds):
-        ranks = run_ranks(measure_in_turn, DEGREES["pp"], workload, schedule, init_process_group=False)
-        steps = zip(*(zip(rank["titan"], rank["torch"], strict=True) for rank in ranks), strict=True)
-        ratios += [sum(a for a, _ in step) / sum(b for _, b in step) for step in steps]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return middle, low, high
-
-
-def run_round(schedule: str, workload: Workload, number: int = 0) -> dict[str, dict[str, float]]:
-    """Each contestant once, in turn the one and the other first.
+def run_contest(contest: Contest, number: int = 0) -> dict[str, dict[str, float]]:
+    """Each contestant once, in an odd round the other way round.
 
     Raises:
         AssertionError: they compute other losses.
     """
-    order = list(CONTESTANTS.items())
+    order = ["titan", *contest.loops]
     result = {}
     losses = {}
-    for name, (run, process_group) in order if number % 2 == 0 else reversed(order):
+    for name in order if number % 2 == 0 else reversed(order):
         ranks = run_ranks(
-            measure_with_losses, DEGREES["pp"], run, workload, schedule, init_process_group=process_group
+            measure_with_losses, contest.num_ranks, contest, name, init_process_group=name != "titan"
         )
         figures = [figures for figures, _ in ranks]
-        losses[name] = ranks[-1][1]  # the last stage is there
+        losses[name] = ranks[-1][1]  # the last stage of a pipeline is there
         result[name] = {
             "cpu_s": sum(rank["cpu_s"] for rank in figures),
             "wall_s": max(rank["wall_s"] for rank in figures),
             "memory_mib": max(rank["memory_mib"] for rank in figures),
         }
-    assert len(losses["titan"]) == workload.num_steps
-    torch.testing.assert_close(losses["titan"], losses["torch"], rtol=0, atol=LOSS_TOLERANCE)
+    assert len(losses["titan"]) == contest.workload.num_steps
+    for name in contest.loops:
+        torch.testing.assert_close(losses["titan"], losses[name], rtol=0, atol=LOSS_TOLERANCE)
     return result
 
 
 def compare(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Medians, and medians of the rounds' ratios of titan to torch."""
-    keys = list(rounds[0]["titan"])
-    ratios = {key: [r["titan"][key] / r["torch"][key] for r in rounds] for key in keys}
+    """Medians, and medians of the rounds' ratios of titan to each loop."""
+    names, keys = list(rounds[0]), list(rounds[0]["titan"])
+
+    def median_ratio(name: str, key: str) -> float:
+        return round(statistics.median(r["titan"][key] / r[name][key] for r in rounds), 3)
+
     return {
         "median": {
-            name: {key: statistics.median(r[name][key] for r in rounds) for key in keys}
-            for name in CONTESTANTS
+            name: {key: statistics.median(r[name][key] for r in rounds) for key in keys} for name in names
         },
-        "titan / torch": {key: round(statistics.median(values), 3) for key, values in ratios.items()},
+        **{
+            f"titan / {name}": {key: median_ratio(name, key) for key in keys}
+            for name in names
+            if name != "titan"
+        },
     }
+
+
+class Turns:
+    """Lets contestants take turns step by step in one process.
+
+    What else a shared machine does falls on all alike, which separate runs can't have.
+
+    Args:
+        loops: all contestants, or all but one, which calls :meth:`next` after each of its steps.
+        own: name of that one.
+    """
+
+    def __init__(self, loops: dict[str, Callable[[list[float]], Iterator[int]]], own: str) -> None:
+        self._make, self._own = loops, own
+        self._loops: dict[str, Iterator[int]] = {}
+        self._before = 0.0, 0.0
+        self.seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in [own, *loops]}
+        """Processor and wall time of each step."""
+        self.losses: dict[str, list[float]] = {name: [] for name in self.seconds}
+
+    def next(self, step: int) -> None:
+        """A step of the own contestant is over; -1: it is set up, and the process group is there."""
+        self._add(self._own, step)
+        if step == -1:
+            self._loops = {name: make(self.losses[name]) for name, make in self._make.items()}
+        names = list(self._loops)
+        # Nobody is always behind the same one.
+        for name in names if step % 2 else reversed(names):
+            self._before = _now()
+            next(self._loops[name])
+            self._add(name, step)
+        if step == WARM_UP - 2:
+            gc.collect()  # the first full collection after a fork takes as long as several steps
+        self._before = _now()
+
+    def require_equal_losses(self) -> None:
+        """Where this rank knows them.
+
+        Raises:
+            AssertionError: the contestants compute other losses.
+        """
+        known = [losses for losses in self.losses.values() if losses]
+        for losses in known[1:]:
+            torch.testing.assert_close(losses, known[0], rtol=0, atol=LOSS_TOLERANCE)
+
+    def _add(self, name: str, step: int) -> None:
+        if step >= WARM_UP:
+            cpu, wall = _now()
+            self.seconds[name].append((cpu - self._before[0], wall - self._before[1]))
+
+
+def _now() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()
+
+
+def measure_in_turn(rank: int, num_ranks: int, contest: Contest) -> dict[str, list[tuple[float, float]]]:
+    """Processor and wall time of each step of all contestants on this rank."""
+    turns = Turns(contest.loops, "titan")
+    contest.titan(turns.next, turns.losses["titan"])
+    turns.require_equal_losses()
+    return turns.seconds
+
+
+def ratios_in_turn(contest: Contest, rounds: int) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """Median over steps of titan's time over each loop's, and the quartiles.
+
+    Processor time is that of all ranks together; wall time that of the slowest.
+    """
+    ratios: dict[str, dict[str, list[float]]] = {name: {"cpu_s": [], "wall_s": []} for name in contest.loops}
+    for _ in range(rounds):
+        ranks = run_ranks(measure_in_turn, contest.num_ranks, contest, init_process_group=False)
+        own = over_ranks([rank["titan"] for rank in ranks])
+        for name, found in ratios.items():
+            others = over_ranks([rank[name] for rank in ranks])
+            for key, values in found.items():
+                values += [a / b for a, b in zip(own[key], others[key], strict=True)]
+    return {name: {key: quartiles(values) for key, values in found.items()} for name, found in ratios.items()}
+
+
+def over_ranks(ranks: list[list[tuple[float, float]]]) -> dict[str, list[float]]:
+    """By step: processor time of all ranks, and wall time of the slowest."""
+    steps = list(zip(*ranks, strict=True))
+    return {
+        "cpu_s": [sum(cpu for cpu, _ in step) for step in steps],
+        "wall_s": [max(wall for _, wall in step) for step in steps],
+    }
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """The median, and the first and the third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, low, high
+
+
+# ---------------------------------------------------------------- the command
+
+
+def contest_of(schedule: str, workload: Workload) -> Contest:
+    """TitanStrategy against torch's pipelining."""
+    return Contest(
+        workload,
+        DEGREES["pp"],
+        partial(run_titan_pipeline, workload, schedule),
+        {"torch": partial(torch_steps, workload, schedule)},
+    )
+
+
+def run_round(schedule: str, workload: Workload, number: int = 0) -> dict[str, dict[str, float]]:
+    """See :func:`run_contest`."""
+    return run_contest(contest_of(schedule, workload), number)
 
 
 def main() -> None:
@@ -301,7 +362,8 @@ def main() -> None:
         for schedule in arguments.schedules:
             rounds = [run_round(schedule, SIZES[size], number) for number in range(arguments.rounds)]
             table = results[f"{schedule}, {size}"] = compare(rounds)
-            table["in turn"] = ratio_in_turn(schedule, SIZES[size], arguments.rounds)
+            turns = ratios_in_turn(contest_of(schedule, SIZES[size]), arguments.rounds)
+            table["in turn"] = turns["torch"]["cpu_s"]
             print(_line(schedule, size, table), flush=True)
     print(f"load after: {os.getloadavg()[0]:.1f}")
     if arguments.output:

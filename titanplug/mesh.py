@@ -116,15 +116,15 @@ class Mesh:
                 device_type, tuple(dims.degrees.values()), mesh_dim_names=tuple(dims.degrees)
             )
             # Flattened views are made here and kept: slicing one from the root later is deprecated.
-            self._views: dict[View, DeviceMesh] = {
+            self._views: dict[Axis | View, DeviceMesh] = {
                 view: self.device[axes]._flatten(view) for view, axes in VIEWS.items()
             }
+        # Slicing takes hundreds of calls and reads on the host, too much for a step.
+        self._views |= {axis: self.device[axis] for axis in AXES}
 
     def __getitem__(self, name: Axis | View) -> DeviceMesh:
         """The one-dimensional mesh of an axis or of a view."""
-        if name in self._views:
-            return self._views[name]
-        return self.device[name]
+        return self._views[name]
 
     @cached_property
     def hsdp(self) -> DeviceMesh:

@@ -66,6 +66,11 @@ MIXES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "cumsum": lambda m, x: x.cumsum(dim=-2),
     "roll": lambda m, x: x.roll(1, 1),
     "flip": lambda m, x: torch.flip(x, (1,)),
+    "roll by names": lambda m, x: x.roll(shifts=1, dims=1),
+    "flip by numbers": lambda m, x: x.flip(0, 1),
+    "mean over an axis": lambda m, x: x - x.mean(axis=1, keepdim=True),
+    "slice": lambda m, x: torch.cat([x[:, :1], x[:, :-1]], 1),
+    "arange from 0": lambda m, x: x + m.places(torch.arange(0, x.shape[1])),
     "pad": lambda m, x: x + F.pad(x, (0, 0, 1, 0))[:, :-1],
     "arange": lambda m, x: x + m.places(torch.arange(x.shape[1])),
     "parameter": lambda m, x: x + m.places.weight[: x.shape[1]],
@@ -100,7 +105,7 @@ class Mixes(nn.Module):
         logits = self.head(attend(x) if self.attends else x)
         if self.how == "loss":
             return flat(logits, ids)
-        return logits[:, :3].mean(1)[:, :5] if self.how == "pooled" else logits
+        return torch.einsum("bsd->bd", logits)[:, :5] if self.how == "pooled" else logits
 
 
 class Refused(Module):
@@ -153,6 +158,12 @@ def with_mask(m: Any, b: Any) -> Any:
     return m.model(b["ids"], torch.zeros(len(b["ids"]), 1, length, length)).mean()
 
 
+def checkpointed_loss(m: Any, b: dict[str, Tensor]) -> Any:
+    logits = m.run(b)
+    loss = checkpoint(lambda x: flat(x, b["labels"]), logits, use_reentrant=True)
+    return loss + 0.01 * logits.square().mean()
+
+
 def checkpointed_call(m: Any, b: Any) -> Any:
     def run(embedded: Tensor) -> Any:
         return m.run(b, embedded=embedded)
@@ -189,11 +200,16 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
             "cumsum": "`cumsum` over the sequence",
             "roll": "`roll` over the sequence",
             "flip": "`flip` over the sequence",
+            "roll by names": "`roll` over the sequence",
+            "flip by numbers": "`flip` over the sequence",
+            "mean over an axis": "`mean` over the sequence",
+            "slice": "a slice of the sequence",
             "pad": "padding of the sequence",
         }.items()
     },
     "sdpa": (lambda: Refused("sdpa"), {}, ["scaled_dot_product_attention", "dot_product_attention"]),
     "arange": (lambda: Refused("arange"), {}, POSITIONS),
+    "arange from 0": (lambda: Refused("arange from 0"), {}, POSITIONS),
     "parameter": (lambda: Refused("parameter"), {}, POSITIONS),
     "buffer": (lambda: Refused("buffer"), {}, POSITIONS),
     "index": (lambda: LateTeacher("index"), {}, ["teacher never called titanplug's attention", "cp=1"]),
@@ -233,6 +249,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
         lambda: Module(checkpointed_call),
         {},
         ["its gradient would be lost", "use_reentrant=False"],
+    ),
+    "reentrant loss": (
+        lambda: Module(checkpointed_loss),
+        {},
+        ["can't be made a leaf", "use_reentrant=False"],
     ),
     "same share": (
         lambda: Module(both_ways, recompute="plain"),

@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 
 FIRST, LAST = 2, 5  # counted steps: caches are warm, the epoch has not ended
 MAX_EXTRA_CALLS = 1000
+MAX_BORDER_CALLS = 200  # of a model's border under context parallel, which a loop has written out in its step
 
 
 class _Operations(TorchDispatchMode):
@@ -98,5 +99,6 @@ def test_python_calls(degrees: dict[str, int], world_size: int) -> None:
     for num_layers in (2, 4):
         loop, titan = _compare(_count_calls, _small(num_layers, 1.0), degrees, world_size)
         extra.append(titan - loop)
-    assert max(extra) <= MAX_EXTRA_CALLS, extra
+    allowed = MAX_EXTRA_CALLS + (MAX_BORDER_CALLS if "cp" in degrees else 0)
+    assert max(extra) <= allowed, extra
     assert abs(extra[1] - extra[0]) <= 30, f"overhead grows with the number of layers: {extra}"

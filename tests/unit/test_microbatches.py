@@ -106,3 +106,16 @@ def test_outputs_are_those_of_the_batch() -> None:
     assert merge_outputs([(["a"], torch.ones(1)), (["b"], torch.ones(1))], [1, 1])[0] == ["a", "b"]
     nothing = merge_outputs([torch.tensor(float("nan"))], [0], [torch.tensor(0)])
     assert nothing == 0
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    name: str
+
+
+def test_dataclasses_are_merged_field_by_field() -> None:
+    parts = [Answer(torch.arange(4.0).view(2, 2), "a"), Answer(torch.ones(1, 2), "a")]
+    merged = merge_outputs(parts, [2, 1])
+    assert type(merged) is Answer and merged.name == "a"
+    assert merged.logits.tolist() == [[0, 1], [2, 3], [1, 1]]

@@ -140,9 +140,15 @@ class ModelBorder:
         """What looks at the model's first call."""
         if self.num_calls > 1:
             return nullcontext()
-        cut = [inputs[name] for name in self._dims if isinstance(inputs.get(name), Tensor)]
-        sequence.shards.positions(cut[0].device)  # made before anybody looks
-        return RefuseTokenMixing(sequence, self._name, has_positions=len(cut) > 1)
+        cut = {name: inputs[name] for name in self._dims if isinstance(inputs.get(name), Tensor)}
+        # Made here, before anybody looks.
+        positions = sequence.shards.positions(next(iter(cut.values())).device)
+        has_positions = any(
+            "pos" in name.lower() or torch.equal(x.reshape(-1, x.shape[-1])[0], positions)
+            for name, x in cut.items()
+            if x.numel() and not x.is_floating_point()
+        )
+        return RefuseTokenMixing(sequence, self._name, has_positions=has_positions)
 
     def _length(self, given: Mapping[str, Any]) -> int:
         lengths = {}
@@ -200,6 +206,8 @@ class ModelBorder:
         return value
 
     def _whole(self, output: Any, shards: SequenceShards) -> Any:
+        if isinstance(output, Tensor):
+            return self._whole_tensor(output, shards)
         if dataclasses.is_dataclass(output) and not isinstance(output, type | Mapping):
             changed = {
                 item.name: self._whole(getattr(output, item.name), shards)

@@ -186,7 +186,9 @@ class SequencePart(ShardedTensor):
 
     def enter(self, arguments: Any) -> Any:
         """What is trained, in use on this rank's tokens: they give a part of its gradient."""
-        return tree_map_only(Tensor, self._enter, arguments)
+        if isinstance(arguments, Tensor):
+            return self._enter(arguments)
+        return tree_map_only(Tensor, self._enter, arguments) if arguments else arguments
 
     def _enter(self, x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor):

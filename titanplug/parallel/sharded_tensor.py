@@ -98,6 +98,12 @@ class ShardedTensor(Tensor):
         first = bool(args) and isinstance(args[0], cls)
         if first:
             args[0]._require_connected()
+        if first and func in _CONNECTS and not args[0].local.requires_grad and (*args, True)[1]:
+            raise TitanplugError(
+                "A tensor of which each rank holds a part (the output of a sharded model) can't be made a "
+                "leaf of a graph. Do so with the whole one, logits.whole().detach().requires_grad_(); a "
+                "checkpoint around a loss needs torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
         if first and func in _OF_LOCAL:
             return func(args[0].local, *args[1:], **kwargs)
         handler = cls._handlers.get(func) if first or func in cls._either_side else None
@@ -197,6 +203,9 @@ _OF_LOCAL = {
     *_getters("requires_grad", "grad_fn", "is_leaf", "_base"),
     Tensor.register_hook,
 }
+
+# Would make it a leaf.
+_CONNECTS = {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009
 
 _INPLACE_OPERATORS = {Tensor.__setitem__, Tensor.__ipow__}
 

@@ -27,9 +27,10 @@ _MIXING: dict[Callable[..., Any], str] = {
 
 # Where a function has its argument ``dim``.
 _OVER_A_DIM = {
-    **dict.fromkeys(("mean", "sum", "cumsum", "cumprod", "std", "var", "amax", "amin", "argmax", "flip"), 1),
-    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "sort", "cummax"), 1),
-    "roll": 2,
+    **dict.fromkeys(("mean", "sum", "cumsum", "cumprod", "prod", "std", "var", "argmax", "argmin"), 1),
+    **dict.fromkeys(("max", "min", "amax", "amin", "flip", "sort", "cummax", "cummin"), 1),
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), 1),
+    **dict.fromkeys(("roll", "norm", "normalize"), 2),
 }
 
 
@@ -99,16 +100,28 @@ def _mixes(
         return "a convolution over the sequence" if wide and x.shape[-1] >= length else None
     if name in ("softmax", "_softmax") and x.ndim > 2 and x.shape[-2:] == (length, length):
         return "attention of its own"
-    if x.ndim != 3 or x.shape[1] != length or x.shape[2] == length:
+    if x.ndim != 3 or x.shape[1] != length:
         return None
     if name == "pad":
         sides = args[1] if len(args) > 1 else kwargs.get("pad", ())
         return "padding of the sequence" if any(sides[2:4]) else None
+    if func is Tensor.__getitem__:
+        part = args[1][1] if isinstance(args[1], tuple) and len(args[1]) > 1 else slice(None)
+        cut = isinstance(part, int) or (isinstance(part, slice) and part != slice(None))
+        return "a slice of the sequence" if cut and args[1][0] == slice(None) else None
     if name in _OVER_A_DIM:
-        dim = kwargs.get("dim", args[_OVER_A_DIM[name]] if len(args) > _OVER_A_DIM[name] else None)
-        dims = dim if isinstance(dim, tuple | list) else (dim,)
-        return f"`{name}` over the sequence" if any(d in (1, -2) for d in dims) else None
+        return f"`{name}` over the sequence" if _dims(name, args, kwargs) & {1, -2} else None
     return None
+
+
+def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[Any]:
+    """The dims that a function is called with."""
+    given = next((kwargs[key] for key in ("dim", "dims", "axis") if key in kwargs), None)
+    if given is None:
+        at = _OVER_A_DIM[name]
+        given = args[at:] if name == "flip" and isinstance(args[-1], int) else (*args, None)[at:][:1]
+    flat = given if isinstance(given, tuple | list) else (given,)
+    return {dim for item in flat for dim in (item if isinstance(item, tuple | list) else (item,))}
 
 
 def _makes_positions(
@@ -116,8 +129,9 @@ def _makes_positions(
 ) -> bool:
     """``arange(length)``, or the first ``length`` rows of something longer."""
     if func is torch.arange:
-        start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 0, None, 1)[:3]
-        return (start, kwargs.get("end", stop), kwargs.get("step", step)) == (0, length, 1)
+        start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, *(0, None, 1)[len(args) :])
+        given = kwargs.get("start", start), kwargs.get("end", stop), kwargs.get("step", step)
+        return given == (0, length, 1)
     if func is not Tensor.__getitem__:
         return False
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -183,6 +183,10 @@ def _merge(values: list[Any], rows: list[int]) -> Any:
         ):
             return _sequence(first, [item for value in values for item in value])
         return _sequence(first, [_merge(list(items), rows) for items in zip(*values, strict=True)])
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [item.name for item in fields(first) if item.init]
+        merged = {name: _merge([getattr(value, name) for value in values], rows) for name in names}
+        return replace(first, **merged)
     if isinstance(first, float):
         return sum(value * n for value, n in zip(values, rows, strict=True)) / max(sum(rows), 1)
     return first if all(value == first for value in values) else values

@@ -139,7 +139,8 @@ class Steps:
         self.seeds.begin("train", loop.total_batch_idx)
         self.logs.start(share.local)
         self._window.start(share)
-        forget_sequences()
+        if self._context.borders:
+            forget_sequences()
         automatic = self._module.automatic_optimization
         with context(), self._metrics_of(share.local):
             if automatic:

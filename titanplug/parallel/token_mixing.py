@@ -107,7 +107,7 @@ def _mixes(
         return "padding of the sequence" if any(sides[2:4]) else None
     if func is Tensor.__getitem__:
         part = args[1][1] if isinstance(args[1], tuple) and len(args[1]) > 1 else slice(None)
-        cut = isinstance(part, int) or (isinstance(part, slice) and part != slice(None))
+        cut = isinstance(part, int) or (isinstance(part, slice) and part.indices(length) != (0, length, 1))
         return "a slice of the sequence" if cut and args[1][0] == slice(None) else None
     if name in _OVER_A_DIM:
         return f"`{name}` over the sequence" if _dims(name, args, kwargs) & {1, -2} else None

@@ -58,11 +58,10 @@ class EpochOrder(Sampler[Any]):
             count = len(source.data_source)
             if len(source) <= count:  # then the order is that of torch's DistributedSampler
                 generator = torch.Generator().manual_seed(seed)
-                yield from torch.randperm(count, generator=generator).tolist()[: len(source)]
-                return
+                return iter(torch.randperm(count, generator=generator).tolist()[: len(source)])
         if self._generator is not None:
             self._generator.manual_seed(seed)
-        yield from _drawn_apart(source, seed)
+        return _drawn_apart(source, seed)
 
     def __len__(self) -> int:
         return len(self.source)

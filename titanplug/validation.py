@@ -45,6 +45,17 @@ class PipelineFacts:
     reshard_after_forward: bool | None = None
 
 
+def sequence_unit(cp: int, *, zigzag: bool, multiple: int = 1) -> int:
+    """What divides the length of a sequence that ``cp`` ranks share, after padding.
+
+    Args:
+        cp: ranks of the context axis.
+        zigzag: each holds an early and a late chunk.
+        multiple: what divides a rank's part besides.
+    """
+    return cp * multiple * (2 if zigzag else 1)
+
+
 @dataclass(frozen=True)
 class ContextOptions:
     """Switches of context parallel.
@@ -64,15 +75,6 @@ class ContextOptions:
     def zigzag(self) -> bool:
         """Whether sequences are in zigzag order."""
         return self.backend != "ulysses" if self.load_balance is None else self.load_balance
-
-    def unit(self, cp: int, multiple: int = 1) -> int:
-        """What divides the length of every sequence, after padding.
-
-        Args:
-            cp: ranks of the context axis.
-            multiple: what divides a rank's part besides.
-        """
-        return cp * (2 * multiple if self.zigzag else multiple)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def _context_problems(cp: int, tp: int, facts: RunFacts) -> list[str]:
             "rank computes whole heads, so cp x tp must divide both. Allowed values of cp: "
             f"{', '.join(allowed) or 'none'}; or use cp_backend='all_gather' or 'ring'."
         )
-    unit = asked.unit(cp, tp if facts.sequence_parallel else 1)
+    split = tp if facts.sequence_parallel else 1
+    unit = sequence_unit(cp, zigzag=asked.zigzag, multiple=split)
     if not asked.pad and facts.seq_len is not None and facts.seq_len % unit:
         lower = facts.seq_len - facts.seq_len % unit
         lengths = " or ".join(str(n) for n in (lower, lower + unit) if n)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from titanplug.attention import DotProductAttention, TokenMask, dot_product_attention
+from titanplug.attention.backends import BACKENDS
 from titanplug.errors import ConfigError
 from titanplug.models import RopeScaling, TransformerConfig
 from titanplug.models.attention import Attention, SequenceContext
 from titanplug.models.layers import RMSNorm
 from titanplug.models.rotary import Rotary, apply_rotary
+from titanplug.validation import CONTEXT_BACKENDS
 
 
 def max_error(a: Tensor, b: Tensor) -> float:
@@ -167,3 +169,7 @@ def test_norm_rounds_once(dtype: torch.dtype) -> None:
     assert norm(x).dtype == dtype
     error = (norm(x).double() - exact).abs() / exact.abs()
     assert error.max() <= torch.finfo(dtype).eps / 2 + 1e-6
+
+
+def test_every_backend_that_may_be_asked_for_is_there() -> None:
+    assert tuple(BACKENDS) == CONTEXT_BACKENDS

@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from titanplug.attention.blockwise import attend_blockwise
+from titanplug.attention.blockwise import Blockwise
 from titanplug.attention.kernels import Block, SoftmaxParts, accumulation_dtype, attend, attend_backward
 from titanplug.attention.mask import TokenMask
 from titanplug.parallel.sequence import SequenceShards
 
 
-class AllGather:
+class AllGather(Blockwise):
     """The backend."""
 
     name = "all_gather"
     can = frozenset({"window", "documents", "mask", "padding"})
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: TokenMask | Tensor,
-        shards: SequenceShards,
-        scale: float,
-        dropout_p: float,
-    ) -> Tensor:
-        """See :class:`titanplug.attention.backends.Backend`."""
-        return attend_blockwise(self, query, key, value, rule, shards, scale)
-
+    @override
     def forward(
         self,
         query: Tensor,
@@ -59,6 +48,7 @@ class AllGather:
             parts.add(block.queries, out, lse)
         return parts.result()
 
+    @override
     def backward(
         self,
         grad: Tensor,

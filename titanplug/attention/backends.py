@@ -14,7 +14,7 @@ All are exact. Names are in :data:`titanplug.validation.CONTEXT_BACKENDS`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -30,7 +30,8 @@ from titanplug.parallel.sequence import SequenceShards
 class Backend(Protocol):
     """A way to compute attention of this rank's queries to the keys of the whole sequence."""
 
-    can: frozenset[str]
+    name: ClassVar[str]
+    can: ClassVar[frozenset[str]]
     """Which of "window", "documents", "mask", "padding" and "dropout" it honours."""
 
     def __call__(
@@ -47,12 +48,8 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Backend] = {
-    "all_gather": AllGather(),
-    "ring": Ring(),
-    "ulysses": Ulysses(),
-    "torch": TorchRing(),
-}
+_ALL: tuple[Backend, ...] = AllGather(), Ring(), Ulysses(), TorchRing()
+BACKENDS = {backend.name: backend for backend in _ALL}
 _SHOWN = {
     "window": "a sliding window",
     "documents": "document ids",

@@ -6,7 +6,8 @@ came from other ranks is fetched again. In a compiled graph it is one operator, 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,31 @@ from titanplug.parallel.collectives import named_group
 from titanplug.parallel.sequence import SequenceShards
 
 
-class Blockwise(Protocol):
-    """Forward and backward of a backend, without autograd."""
+class Blockwise(ABC):
+    """A backend that has a forward and a backward of its own, without autograd."""
 
-    name: str
+    name: ClassVar[str]
+    can: ClassVar[frozenset[str]]
 
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: TokenMask | Tensor,
+        shards: SequenceShards,
+        scale: float,
+        dropout_p: float,
+    ) -> Tensor:
+        """Attention with gradients; see :class:`titanplug.attention.backends.Backend`."""
+        if torch.compiler.is_compiling():
+            return _attend_compiled(self.name, query, key, value, rule, shards, scale)
+        out: Tensor = _Blockwise.apply(  # type: ignore[no-untyped-call]
+            query, key, value, self, rule, shards, scale
+        )
+        return out
+
+    @abstractmethod
     def forward(
         self,
         query: Tensor,
@@ -32,8 +53,8 @@ class Blockwise(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Output (B, H, S_local, V) and log-sum-exp (B, H, S_local)."""
-        ...
 
+    @abstractmethod
     def backward(
         self,
         grad: Tensor,
@@ -43,7 +64,6 @@ class Blockwise(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value. ``saved`` are these, the output and the log-sum-exp."""
-        ...
 
 
 class _Blockwise(torch.autograd.Function):
@@ -68,24 +88,6 @@ class _Blockwise(torch.autograd.Function):
         backend, rule, shards, scale = ctx.given
         dq, dk, dv = backend.backward(grads[0], ctx.saved_tensors, rule, shards, scale)
         return dq, dk, dv, None, None, None, None
-
-
-def attend_blockwise(
-    backend: Blockwise,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: TokenMask | Tensor,
-    shards: SequenceShards,
-    scale: float,
-) -> Tensor:
-    """Attention of this rank's queries by ``backend``, with gradients; (B, H, S_local, V)."""
-    if torch.compiler.is_compiling():
-        return _attend_compiled(backend.name, query, key, value, rule, shards, scale)
-    out: Tensor = _Blockwise.apply(  # type: ignore[no-untyped-call]
-        query, key, value, backend, rule, shards, scale
-    )
-    return out
 
 
 # ---------------------------------------------------------------- in a compiled graph

@@ -9,33 +9,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from titanplug.attention.blockwise import attend_blockwise
+from titanplug.attention.blockwise import Blockwise
 from titanplug.attention.kernels import Block, SoftmaxParts, accumulation_dtype, attend, attend_backward
 from titanplug.attention.mask import TokenMask
 from titanplug.parallel.collectives import AxisGroup
 from titanplug.parallel.sequence import SequenceShards
 
 
-class Ring:
+class Ring(Blockwise):
     """The backend."""
 
     name = "ring"
-    can: frozenset[str] = frozenset()
+    can = frozenset()
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: TokenMask | Tensor,
-        shards: SequenceShards,
-        scale: float,
-        dropout_p: float,
-    ) -> Tensor:
-        """See :class:`titanplug.attention.backends.Backend`."""
-        return attend_blockwise(self, query, key, value, rule, shards, scale)
-
+    @override
     def forward(
         self,
         query: Tensor,
@@ -64,6 +53,7 @@ class Ring:
                 both = coming.arrived()
         return parts.result()
 
+    @override
     def backward(
         self,
         grad: Tensor,

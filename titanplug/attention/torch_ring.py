@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from titanplug.attention.blockwise import attend_blockwise
+from titanplug.attention.blockwise import Blockwise
 from titanplug.attention.kernels import attend, attend_backward
 from titanplug.attention.mask import TokenMask
 from titanplug.compat import torch_ring_attention
@@ -16,25 +17,13 @@ from titanplug.parallel.sequence import SequenceShards
 _SEQUENCE_DIM = 2
 
 
-class TorchRing:
+class TorchRing(Blockwise):
     """The backend. Sequences that aren't causal can't be in zigzag order with it."""
 
     name = "torch"
-    can: frozenset[str] = frozenset()
+    can = frozenset()
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: TokenMask | Tensor,
-        shards: SequenceShards,
-        scale: float,
-        dropout_p: float,
-    ) -> Tensor:
-        """See :class:`titanplug.attention.backends.Backend`."""
-        return attend_blockwise(self, query, key, value, rule, shards, scale)
-
+    @override
     def forward(
         self,
         query: Tensor,
@@ -62,6 +51,7 @@ class TorchRing:
             )
         return out, lse
 
+    @override
     def backward(
         self,
         grad: Tensor,

@@ -6,7 +6,7 @@ Paper: Jacobs et al. 2023, "DeepSpeed Ulysses". Two exchanges a layer in each di
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,8 @@ from titanplug.parallel.sequence import SequenceShards
 class Ulysses:
     """The backend."""
 
-    can = frozenset({"window", "documents", "padding", "dropout"})
+    name: ClassVar[str] = "ulysses"
+    can: ClassVar[frozenset[str]] = frozenset({"window", "documents", "padding", "dropout"})
 
     def __call__(
         self,

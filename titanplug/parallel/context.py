@@ -33,7 +33,7 @@ from titanplug.parallel.random_draws import DrawOnShard
 from titanplug.parallel.sequence import SequenceShards
 from titanplug.parallel.sequence_output import ShardedSequence
 from titanplug.parallel.token_mixing import RefuseTokenMixing
-from titanplug.validation import ContextOptions
+from titanplug.validation import ContextOptions, sequence_unit
 
 
 @dataclass
@@ -179,7 +179,7 @@ class ModelBorder:
             options = self._options
             shards = SequenceShards.of(length, self._group, zigzag=options.zigzag, multiple=self._multiple)
             if shards.padded != length and not options.pad:
-                unit = options.unit(self._group.size, self._multiple)
+                unit = sequence_unit(self._group.size, zigzag=options.zigzag, multiple=self._multiple)
                 raise ConfigError(
                     f"A sequence of {length} tokens with cp={self._group.size} and cp_pad=False: it must "
                     f"be a multiple of {unit}. Use {shards.padded - unit or unit} or {shards.padded} "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titanplug.parallel.collectives import AxisGroup, all_gather_dim, all_reduce, reduce_scatter_dim
+from titanplug.validation import sequence_unit
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SequenceShards:
             zigzag: the order.
             multiple: what must divide S_local besides.
         """
-        unit = group.size * (2 * multiple if zigzag else multiple)
+        unit = sequence_unit(group.size, zigzag=zigzag, multiple=multiple)
         return cls(group, length, -(-length // unit) * unit, zigzag)
 
     @property

@@ -13,6 +13,7 @@ from titanplug.errors import ConfigError
 from titanplug.mesh import ParallelDims
 from titanplug.planner.shapes import ModelShape, Weight, block_weights, end_weights
 from titanplug.schedules.actions import ScheduleTable
+from titanplug.validation import ContextOptions, sequence_unit
 
 ContextBackend: TypeAlias = Literal["all_gather", "ring", "ulysses"]
 
@@ -113,9 +114,10 @@ class StepFacts:
         """
         if self.dims.cp == 1:
             return self.seq_len
-        unit = 1 if self.cp_backend == "ulysses" else 2
-        unit *= self.dims.tp if self.shards_sequence else 1
-        return -(-self.seq_len // (unit * self.dims.cp)) * unit
+        split = self.dims.tp if self.shards_sequence else 1
+        zigzag = ContextOptions(self.cp_backend).zigzag
+        unit = sequence_unit(self.dims.cp, zigzag=zigzag, multiple=split)
+        return -(-self.seq_len // unit) * unit // self.dims.cp
 
     def hidden_bytes(self, rows: int) -> int:
         """Hidden states of so many rows, (B, S_local, D)."""

@@ -5,10 +5,12 @@ Importing this module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from typing import Any
 from titanplug.errors import MissingExtraError, TitanplugError
 
 MINIMUM_TORCH = "2.11"
+_LAST_COLLECTIVE_S = 0.05
 
 
 def require_torch(minimum: str = MINIMUM_TORCH) -> None:
@@ -145,6 +148,17 @@ def hide_warnings_of_lightning() -> None:
     warnings.filterwarnings(
         "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
     )
+
+
+@functools.cache
+def let_collectives_end_before_exit() -> None:
+    """Give gloo's threads the interpreter's lock once more when this process ends.
+
+    They need it to drop the tensors of a collective, which may be after that has returned. A thread that
+    still waits for it when the interpreter is finalized is ended inside a destructor, and the process
+    aborts (torch 2.13: "terminate called without an active exception").
+    """
+    atexit.register(time.sleep, _LAST_COLLECTIVE_S)
 
 
 @contextmanager

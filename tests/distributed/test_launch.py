@@ -181,6 +181,27 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert reports(ended) == EXPECTED
 
 
+LAST = """
+import sys
+import torch
+import torch.distributed as dist
+from titanplug.compat import let_collectives_end_before_exit
+let_collectives_end_before_exit()
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+for _ in range(20):
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_collective_may_be_the_last_thing_of_a_process(tmp_path: Path) -> None:
+    """Without the shim three of four such pairs abort on torch 2.13."""
+    command = [sys.executable, "-c", LAST, str(tmp_path / "store")]
+    with started([*command, "0"]) as first, started([*command, "1"]) as second:
+        codes = [finish(process).code for process in (first, second)]
+    assert codes == [0, 0]
+
+
 FAILURES = {
     "in a step": """
         class Failing(Net):

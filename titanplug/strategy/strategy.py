@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from titanplug.compat import (
     hide_warnings_of_lightning,
+    let_collectives_end_before_exit,
     let_strategy_validate_settings,
     tell_namespaces_apart,
 )
@@ -274,6 +275,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         trainer = self._module.trainer
         validate_callbacks(trainer)
         self._setup_distributed()
+        let_collectives_end_before_exit()
         self._after_exception = AfterException()
         if self._mesh is None:
             self._mesh = shared_mesh(self.parallel_dims, self.root_device.type)

@@ -7,12 +7,16 @@ strategy's name is registered as soon as Lightning itself is imported, so that
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from titanplug.checkpoint.plain_lightning import load_directories_in
 from titanplug.compat import on_import
 
 if TYPE_CHECKING:
+    from titanplug.checkpoint.latest import latest_checkpoint
+    from titanplug.checkpoint.weights import consolidate
     from titanplug.mesh import ParallelDims
     from titanplug.plan import (
         ColwiseParallel,
@@ -38,11 +42,15 @@ __all__ = [
     "SequenceParallel",
     "TitanStrategy",
     "__version__",
+    "consolidate",
+    "latest_checkpoint",
 ]
 
 _HOMES = {
     "ParallelDims": "titanplug.mesh",
     "TitanStrategy": "titanplug.strategy",
+    "consolidate": "titanplug.checkpoint.weights",
+    "latest_checkpoint": "titanplug.checkpoint.latest",
     **dict.fromkeys(
         (
             "ColwiseParallel",
@@ -88,3 +96,5 @@ def _register_strategy() -> None:
 
 
 on_import("lightning.pytorch.strategies", _register_strategy)
+for _module in ("lightning.pytorch.core.saving", "lightning.fabric.plugins.io.torch_io"):
+    on_import(_module, partial(load_directories_in, _module))

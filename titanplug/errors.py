@@ -51,3 +51,7 @@ def _format_problems(problems: Sequence[str]) -> str:
     for number, problem in enumerate(problems, start=1):
         lines.append(f"  {number}. " + problem.replace("\n", "\n     "))
     return "\n".join(lines)
+
+
+class CheckpointError(TitanplugError):
+    """A checkpoint can't be written or read."""

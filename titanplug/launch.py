@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import yaml
 
 from titanplug.compat import on_import
@@ -45,7 +47,15 @@ RANK_VARIABLES = (
 )
 """What tells a process which rank it is; a job that is started anew must not inherit it."""
 
+EXIT_PREEMPTED = 75
+"""Exit code of a run that a signal has ended, with a checkpoint: start the same command again to go on.
+
+75 is EX_TEMPFAIL of sysexits.h, "try again later"; a scheduler that starts jobs again by their exit code
+can be told this one (Slurm: RequeueExit=75). 128 + the signal's number tells that nothing was saved.
+"""
+
 LOG_FILE = "run.log"
+RANK_MODULE = "titanplug.launch"
 PR_SET_PDEATHSIG = 1
 
 
@@ -53,8 +63,12 @@ class RankError(TitanplugError):
     """A rank failed; the message is its own error."""
 
 
+class Preempted(TitanplugError):
+    """The ranks have saved after a signal, told where, and ended with :data:`EXIT_PREEMPTED`."""
+
+
 class Interrupted(TitanplugError):
-    """The job was ended by a signal.
+    """The job was ended by a signal, and nothing was saved.
 
     Args:
         signum: number of the signal.
@@ -80,6 +94,7 @@ def launch_ranks(task: str, config_path: Path, num_processes: int) -> None:
 
     Raises:
         RankError: a rank failed; the others have been ended.
+        Preempted: a rank or this process got SIGTERM or SIGUSR1, and the ranks have saved.
         Interrupted: this process got a signal; it was passed on, and the ranks have ended.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -88,12 +103,23 @@ def launch_ranks(task: str, config_path: Path, num_processes: int) -> None:
 
     with tempfile.TemporaryDirectory(prefix="titanplug-") as folder:
         arguments = ["--standalone", "--nproc-per-node", str(num_processes)]
-        arguments += ["--log-dir", f"{folder}/logs", "--module", "titanplug.launch"]
-        with _environment(num_processes, folder), _signal_handlers_kept(), _quiet_torchrun():
+        # It kills ranks half a minute after it has passed a signal on, and a save may take longer.
+        arguments += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+        arguments += ["--log-dir", f"{folder}/logs", "--module", RANK_MODULE]
+        with (
+            _environment(num_processes, folder),
+            _signal_handlers_kept(),
+            _signals_passed_on() as received,
+            _quiet_torchrun(),
+        ):
             try:
                 run(parse_args([*arguments, task, str(config_path)]))
             except ChildFailedError as error:
                 codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                if EXIT_PREEMPTED in codes.values():
+                    raise Preempted("All ranks have saved after a signal and ended.") from None
+                if received:
+                    raise Interrupted(received[0]) from None
                 raise RankError(_describe_failure(Path(folder), codes, num_processes)) from None
             except SignalException as error:
                 raise Interrupted(int(error.sigval)) from None
@@ -137,13 +163,39 @@ def num_cores() -> int:
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """Keep what torchrun replaces: a later job in this process must find the old handlers."""
-    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     saved = {name: signal.getsignal(name) for name in names}
     try:
         yield
     finally:
         for name, handler in saved.items():
             signal.signal(name, handler)
+
+
+@contextlib.contextmanager
+def _signals_passed_on() -> Iterator[list[int]]:
+    """Pass SIGTERM and SIGUSR1 on to the ranks, and let these take their time. Yields those that came."""
+    received: list[int] = []
+
+    def pass_on(signum: int, _: FrameType | None) -> None:
+        ranks = [child for child in psutil.Process().children() if RANK_MODULE in _command(child)]
+        if not ranks and not received:
+            raise Interrupted(signum)  # nothing has started
+        received.append(signum)
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(signum)
+
+    for name in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, pass_on)
+    yield received
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []  # it has ended
 
 
 @contextlib.contextmanager
@@ -168,7 +220,18 @@ def run_task(task: str, config: dict[str, Any], rank: int) -> None:
     configure_logging(Path(config["paths"]["run_dir"]), rank)
     module, _, name = task.partition(":")
     function: Callable[[dict[str, Any]], object] = getattr(import_module(module), name)
-    function(config)
+    try:
+        function(config)
+    except SystemExit as error:
+        if rank == 0 and hasattr(error, "text"):
+            write_log(Path(config["paths"]["run_dir"]), error.text)  # it is on stderr already
+        raise
+
+
+def write_log(run_dir: Path, text: str) -> None:
+    """Add a line to ``run.log`` that was printed in another way."""
+    with (run_dir / LOG_FILE).open("a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 INFO titanplug: {text}\n")
 
 
 def configure_logging(run_dir: Path, rank: int) -> None:

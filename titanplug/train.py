@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,14 +24,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from titanplug import attach, launch
+from titanplug import attach, launch, resume
 from titanplug.config import find_conf, register_schemas
 from titanplug.config.checks import resolve_run
 from titanplug.config.errors import describe_config_error
 from titanplug.errors import ConfigError, TitanplugError
 
 TASK = "titanplug.train:train"
-CONFIG_FILE = "config.yaml"
 
 
 def train(config: dict[str, Any]) -> None:
@@ -46,6 +46,8 @@ def train(config: dict[str, Any]) -> None:
     datamodule = instantiate(config["data"], _convert_="all")
     module = instantiate(config["module"], _convert_="all")
     trainer = build_trainer(config)
+    if config["resume"] is not None:  # then its folders are meant to hold something
+        warnings.filterwarnings("ignore", message=".* directory .* exists and is not empty")
     trainer.fit(module, datamodule=datamodule, ckpt_path=config["ckpt_path"])
     values = dict(trainer.callback_metrics)
     if config["test"]:
@@ -53,7 +55,7 @@ def train(config: dict[str, Any]) -> None:
         values |= trainer.callback_metrics
     if trainer.is_global_zero:
         numbers = {name: float(value) for name, value in sorted(values.items())}
-        path = Path(config["paths"]["run_dir"]) / "metrics.json"
+        path = Path(config["paths"]["run_dir"]) / resume.METRICS_FILE
         path.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
@@ -87,6 +89,7 @@ def run_job(config: DictConfig, channel: attach.Channel | None, attached: attach
     Raises:
         ConfigError: the configuration can't run; nothing was started.
         RankError: a rank failed.
+        Preempted: a signal has ended the ranks, and they have saved.
     """
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
@@ -98,7 +101,18 @@ def run_job(config: DictConfig, channel: attach.Channel | None, attached: attach
             f"trainer.num_nodes={resolved.num_nodes}: processes are started on this machine only. Start "
             "the command on every node with torchrun or srun."
         )
-    config_path = run_dir / CONFIG_FILE
+    if resolved.config["resume"] is not None:
+        earlier, told = resume.find_earlier(resolved.config, run_dir, hydra.mode == RunMode.MULTIRUN)
+        print(told, flush=True)
+        if earlier is not None and earlier.is_finished:
+            resume.discard(run_dir)
+            return
+        if earlier is not None:
+            resolved = resolve_run(config, earlier.run_dir)
+            resume.take_over(earlier, run_dir, resolved.config)
+            run_dir = earlier.run_dir
+        launch.write_log(run_dir, told)
+    config_path = run_dir / resume.CONFIG_FILE
     config_path.write_text(yaml.safe_dump(resolved.config, sort_keys=False))
     if channel is not None:
         channel.send_config(resolved.config)
@@ -119,6 +133,7 @@ def compose_and_run(attached: attach.Attached | None) -> None:
     """
     channel = None if attached is None else attach.Channel(attached)
     failures: list[BaseException] = []
+    stopped: list[TitanplugError] = []
 
     def job(config: DictConfig) -> None:
         sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -129,6 +144,9 @@ def compose_and_run(attached: attach.Attached | None) -> None:
                     f"own. Start the sweep without {attached.launcher}; titanplug starts each job's."
                 )
             run_job(config, channel, attached)
+        except (launch.Preempted, launch.Interrupted) as error:
+            stopped.append(error)
+            raise SystemExit from None  # past Hydra, which would go on with the next job of a sweep
         except Exception as error:
             if sweeps:
                 raise
@@ -140,6 +158,10 @@ def compose_and_run(attached: attach.Attached | None) -> None:
         hydra_main(version_base="1.3", config_path=find_conf(), config_name="train")(job)()
         if failures:
             raise failures[0]
+    except SystemExit:
+        if stopped:
+            raise stopped[0] from None
+        raise
     finally:
         if channel is not None:
             channel.send_end()
@@ -155,7 +177,11 @@ def print_help() -> None:
 
 
 def main() -> None:
-    """The command. Exit code 0: done; 1: a rank failed; 2: the configuration can't run."""
+    """The command.
+
+    Exit code 0: done; 1: a rank failed; 2: the configuration can't run; 75 (``EXIT_PREEMPTED``): a signal has
+    ended it with a checkpoint; 128 + n: signal n has ended it without one.
+    """
     register_schemas()
     attached = attach.find_launcher()
     try:
@@ -169,6 +195,8 @@ def main() -> None:
         _fail(describe_config_error(error), 2, error)
     except ConfigError as error:
         _fail(str(error), 2, error)
+    except launch.Preempted:
+        sys.exit(launch.EXIT_PREEMPTED)  # rank 0 has told
     except launch.Interrupted as error:
         _fail(str(error), 128 + error.signum, error)
     except TitanplugError as error:

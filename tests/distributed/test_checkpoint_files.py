@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,31 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.checkpoint_case import Module, train_and_save, trainer_for
 from tests.harness import reference, run_ranks
-from titanplug.strategy import checkpoint, checkpoint_files
-from titanplug.strategy.checkpoint import CheckpointError, consolidate
+from titanplug.checkpoint import directory, files, storage
+from titanplug.checkpoint import state as states
+from titanplug.checkpoint.files import META_FILE, PathOrUrl, place_of
+from titanplug.checkpoint.names import CheckpointNames
+from titanplug.checkpoint.ranks import Ranks
+from titanplug.checkpoint.weights import consolidate
+from titanplug.errors import CheckpointError
 
-NAMES = checkpoint.CheckpointNames(torch.nn.Module())  # for modules that are whole on a rank
+NAMES = CheckpointNames(torch.nn.Module())  # for modules that are whole on a rank
+
+
+def save(checkpoint: dict[str, Any], path: PathOrUrl, position: tuple[int, int] = (0, 1)) -> None:
+    ranks = Ranks()
+    directory.write(directory.take_snapshot(checkpoint, place_of(path), position, NAMES, ranks), ranks)
+
+
+def load(
+    path: PathOrUrl, module: nn.Module, position: tuple[int, int] = (0, 1), **options: Any
+) -> dict[str, Any]:
+    return directory.load(place_of(path), module, [], position, NAMES, Ranks(), **options)[0]
 
 
 def build(value: float = 1.0) -> nn.Module:
@@ -37,7 +53,7 @@ def build_sharded(rank: int, world_size: int, value: float = 1.0) -> nn.Module:
 
 
 def content(module: nn.Module, **rest: Any) -> dict[str, Any]:
-    return {"state_dict": checkpoint.model_state(module), **rest}
+    return {"state_dict": states.model_state(module), **rest}
 
 
 def message_of(function: Any, *args: Any) -> str:
@@ -58,10 +74,10 @@ def entries(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("target", "name", "rank"),
     [
-        (FileSystemWriter, "write_data", 1),
-        (checkpoint, "write_meta", 0),
-        (checkpoint, "publish", 0),
-        (checkpoint.states, "pack", 1),
+        (storage.ChecksumWriter, "write_data", 1),
+        (directory, "pack_meta", 0),
+        (files.LocalPlace, "publish", 0),
+        (states, "pack", 1),
     ],
 )
 def test_failure_on_one_rank_is_everybodys(target: Any, name: str, rank: int, tmp_path: Path) -> None:
@@ -70,7 +86,7 @@ def test_failure_on_one_rank_is_everybodys(target: Any, name: str, rank: int, tm
     def save_twice(own_rank: int, world_size: int) -> tuple[str, Tensor]:
         module = build_sharded(own_rank, world_size, 1.0)
         loops = {"loops": {"fit_loop": {"state_dict": {"combined_loader": [{"at": 3}]}}}}
-        checkpoint.save(content(module, note=1, **loops), path, (own_rank, world_size), NAMES)
+        save(content(module, note=1, **loops), path, (own_rank, world_size))
         for parameter in module.parameters():
             nn.init.constant_(parameter, 2.0)
 
@@ -80,10 +96,8 @@ def test_failure_on_one_rank_is_everybodys(target: Any, name: str, rank: int, tm
         with pytest.MonkeyPatch.context() as patch:
             if own_rank == rank:
                 patch.setattr(target, name, fail)
-            message = message_of(
-                checkpoint.save, content(module, note=2, **loops), path, (own_rank, world_size), NAMES
-            )
-        rest = checkpoint.load(path, module, [], (own_rank, world_size), NAMES)
+            message = message_of(save, content(module, note=2, **loops), path, (own_rank, world_size))
+        rest = load(path, module, (own_rank, world_size))
         assert rest["note"] == 1
         return message, module[0].weight.full_tensor()  # type: ignore[index]
 
@@ -103,9 +117,9 @@ def test_interrupted_save_is_replaced_and_never_seen(tmp_path: Path) -> None:
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "publish", interrupt)
+        patch.setattr(files.LocalPlace, "publish", interrupt)
         with pytest.raises(Killed):
-            checkpoint.save(content(build()), path, (0, 1), NAMES)
+            save(content(build()), path)
     assert entries(tmp_path) == {".writing"}
     assert entries(tmp_path / ".writing") == {"last.ckpt"}
     stale = tmp_path / ".writing" / "last.ckpt" / "stale"
@@ -113,9 +127,9 @@ def test_interrupted_save_is_replaced_and_never_seen(tmp_path: Path) -> None:
 
     callback = ModelCheckpoint(tmp_path, save_last=True)
     assert callback._find_last_checkpoints(None) == set()  # type: ignore[arg-type]
-    assert "does not exist" in message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
+    assert "does not exist" in message_of(load, path, build())
 
-    checkpoint.save(content(build()), path, (0, 1), NAMES)
+    save(content(build()), path)
     assert callback._find_last_checkpoints(None) == {str(path)}  # type: ignore[arg-type]
     assert entries(tmp_path) == {"last.ckpt"}
     assert "stale" not in entries(path)
@@ -124,31 +138,32 @@ def test_interrupted_save_is_replaced_and_never_seen(tmp_path: Path) -> None:
 def test_replaces_a_file_or_a_link(tmp_path: Path) -> None:
     """What plain Lightning has left, and ModelCheckpoint(save_last="link")."""
     older = tmp_path / "epoch=0.ckpt"
-    checkpoint.save(content(build(1.0)), older, (0, 1), NAMES)
+    save(content(build(1.0)), older)
     link, file = tmp_path / "last.ckpt", tmp_path / "file.ckpt"
     link.symlink_to(older.name)
     file.write_bytes(b"x")
     for path in (link, file):
-        checkpoint.save(content(build(2.0)), path, (0, 1), NAMES)
+        save(content(build(2.0)), path)
         assert path.is_dir() and not path.is_symlink()
     module = build(0.0)
-    checkpoint.load(older, module, [], (0, 1), NAMES)
+    load(older, module)
     assert module[0].weight.max() == 1.0  # type: ignore[index]
 
 
 def test_no_other_directory_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    checkpoint.save(content(build()), tmp_path / "work", (0, 1), NAMES)  # an empty one is nobody's
+    save(content(build()), tmp_path / "work")  # an empty one is nobody's
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.txt").touch()
-    message = message_of(checkpoint.save, content(build()), tmp_path / "own", (0, 1), NAMES)
+    message = message_of(save, content(build()), tmp_path / "own")
     assert "isn't a checkpoint" in message
     assert entries(tmp_path / "own") == {"thesis.txt"}
 
 
-def test_urls_are_refused() -> None:
-    message = message_of(checkpoint.save, content(build()), Path("s3://bucket/last.ckpt"), (0, 1), NAMES)
-    assert "s3:/bucket/last.ckpt" in message and "file system" in message
+def test_urls_are_text() -> None:
+    message = message_of(save, content(build()), Path("s3://bucket/last.ckpt"))
+    assert "s3:/bucket/last.ckpt" in message and "lost a slash" in message
+    assert "'no-such-system'" in message_of(save, content(build()), "no-such-system://bucket/last.ckpt")
 
 
 # ---------------------------------------------------------------------------------------
@@ -157,11 +172,11 @@ def test_urls_are_refused() -> None:
 
 
 def test_missing_and_incomplete(tmp_path: Path) -> None:
-    def load(rank: int, world_size: int, path: Path) -> str:
-        return message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
+    def try_load(rank: int, world_size: int, path: Path) -> str:
+        return message_of(load, path, build())
 
     for path, found in [(tmp_path / "no.ckpt", "does not exist"), (tmp_path, "is a directory")]:
-        for message in run_ranks(load, 2, path):
+        for message in run_ranks(try_load, 2, path):
             assert message.startswith(f"{path} is not a checkpoint")
             assert found in message
 
@@ -170,11 +185,11 @@ def test_one_rank_that_sees_no_file(tmp_path: Path) -> None:
     """For example on a node that doesn't mount the folder."""
     path = tmp_path / "a.ckpt"
 
-    def load(rank: int, world_size: int) -> str:
-        checkpoint.save(content(build()), path, (0, 1), NAMES)
-        return message_of(checkpoint.load, path / ("x" * rank), build(), [], (0, 1), NAMES)
+    def try_load(rank: int, world_size: int) -> str:
+        save(content(build()), path)
+        return message_of(load, path / ("x" * rank), build())
 
-    for message in run_ranks(load, 2):
+    for message in run_ranks(try_load, 2):
         assert "rank 1" in message and "does not exist" in message
 
 
@@ -184,16 +199,16 @@ def test_module_that_differs(in_file: bool, tmp_path: Path) -> None:
     if in_file:
         torch.save({"state_dict": build().state_dict()}, path)
     else:
-        checkpoint.save(content(build()), path, (0, 1), NAMES)
+        save(content(build()), path)
     other = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 3))
-    message = message_of(checkpoint.load, path, other, [], (0, 1), NAMES)
+    message = message_of(load, path, other)
     assert "missing: 2.bias, 2.weight" in message
     assert "not in the module: 1.bias" in message
     assert "strict_loading=False" in message
-    checkpoint.load(path, other, [], (0, 1), NAMES, strict=False)
+    load(path, other, strict=False)
     assert torch.equal(other[0].weight, torch.ones(5, 3))
     wider = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 3))
-    message = message_of(checkpoint.load, path, wider, [], (0, 1), NAMES)
+    message = message_of(load, path, wider)
     assert "5" in message and "6" in message
 
 
@@ -209,20 +224,20 @@ def test_objects_are_refused_unless_trusted(in_file: bool, tmp_path: Path) -> No
         torch.save({"state_dict": build().state_dict(), "hyper_parameters": Thing(2)}, path)
     else:
         with pytest.warns(UserWarning, match=r"weights_only=False.*Thing.*save_hyperparameters"):
-            checkpoint.save(content(build(), hyper_parameters=Thing(2)), path, (0, 1), NAMES)
-    message = message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
+            save(content(build(), hyper_parameters=Thing(2)), path)
+    message = message_of(load, path, build())
     assert "weights_only=False" in message and "Thing" in message
-    rest = checkpoint.load(path, build(), [], (0, 1), NAMES, weights_only=False)
+    rest = load(path, build(), weights_only=False)
     assert rest["hyper_parameters"] == Thing(2)
 
 
 def test_objects_in_loader_states_are_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     loops = {"fit_loop": {"state_dict": {"combined_loader": [Thing(3)]}}}
-    checkpoint.save(content(build(), loops=loops), path, (0, 1), NAMES)
-    assert "weights_only=False" in message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
-    rest = checkpoint.load(path, build(), [], (0, 1), NAMES, weights_only=False)
-    assert checkpoint.loader_states(rest) == [Thing(3)]
+    save(content(build(), loops=loops), path)
+    assert "weights_only=False" in message_of(load, path, build())
+    rest = load(path, build(), weights_only=False)
+    assert states.loader_states(rest) == [Thing(3)]
 
 
 def test_configuration_becomes_plain(tmp_path: Path) -> None:
@@ -230,8 +245,8 @@ def test_configuration_becomes_plain(tmp_path: Path) -> None:
     config = OmegaConf.create({"lr": 0.1, "layers": [1, "${lr}"], "none": None})
     hparams = {"config": config, "path": tmp_path, "inner": [config.layers], "number": config.lr}
     saved = content(build(), hyper_parameters=hparams, hparams_type=type(config))
-    checkpoint.save(saved, path, (0, 1), NAMES)
-    rest = checkpoint.load(path, build(), [], (0, 1), NAMES)
+    save(saved, path)
+    rest = load(path, build())
     plain = {"lr": 0.1, "layers": [1, 0.1], "none": None}
     assert rest["hyper_parameters"] == {
         "config": plain,
@@ -244,11 +259,15 @@ def test_configuration_becomes_plain(tmp_path: Path) -> None:
 
 
 def test_metadata_is_read_without_running_code(tmp_path: Path) -> None:
-    """torch reads .metadata with pickle; what isn't its own is refused."""
+    """torch reads .metadata with pickle; what isn't its own is refused, though the checksums are right."""
     path = tmp_path / "a.ckpt"
-    checkpoint.save(content(build()), path, (0, 1), NAMES)
-    (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(path).encode() + b"/ran'\ntR.")
-    assert "system" in message_of(checkpoint.load, path, build(), [], (0, 1), NAMES)
+    save(content(build()), path)
+    forged = b"cos\nsystem\n(S'touch " + str(path).encode() + b"/ran'\ntR."
+    (path / ".metadata").write_bytes(forged)
+    sums = storage.unpack_checksums((path / "checksums").read_bytes(), "")
+    sums["files"][".metadata"] = [len(forged), zlib.crc32(forged)]
+    (path / "checksums").write_bytes(storage.pack_checksums(sums))
+    assert "system" in message_of(load, path, build())
     assert not (path / "ran").exists()
 
 
@@ -297,5 +316,5 @@ def test_consolidated_file_is_lightnings(saved: tuple[Path, Any], tmp_path: Path
 
 def test_consolidating_no_checkpoint(tmp_path: Path) -> None:
     assert "is not a checkpoint" in message_of(consolidate, tmp_path / "x", tmp_path / "y")
-    assert checkpoint_files.META_FILE in message_of(consolidate, tmp_path, tmp_path / "y")
+    assert META_FILE in message_of(consolidate, tmp_path, tmp_path / "y")
     assert not (tmp_path / "y").exists()

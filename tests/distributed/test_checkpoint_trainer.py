@@ -25,7 +25,7 @@ from tests.distributed.checkpoint_case import (
     trainer_for,
 )
 from tests.harness import reference, run_ranks
-from titanplug.strategy.checkpoint import CheckpointError
+from titanplug.errors import CheckpointError
 
 TIED = Case(global_batch=8, num_rows=40, tied=True)
 

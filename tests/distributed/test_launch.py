@@ -17,6 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from titanplug.checkpoint.latest import step_of
+from titanplug.launch import EXIT_PREEMPTED
+
 ROOT = Path(__file__).parents[2]
 
 HEAD = """
@@ -290,7 +293,9 @@ LONG = """
 
 
 SIGNALS = [
-    ("SIGTERM", 0),
+    ("SIGUSR1", 1),
+    pytest.param("SIGUSR1", 0, marks=pytest.mark.slow),
+    pytest.param("SIGTERM", 0, marks=pytest.mark.slow),
     pytest.param("SIGTERM", 1, marks=pytest.mark.slow),
     pytest.param("SIGINT", 0, marks=pytest.mark.slow),
 ]
@@ -298,7 +303,7 @@ SIGNALS = [
 
 @pytest.mark.parametrize(("signum", "target"), SIGNALS)
 def test_signals(signum: str, target: int, tmp_path: Path) -> None:
-    """SIGTERM to either rank stops all after the same step, with a checkpoint; SIGINT just ends them."""
+    """SIGTERM or SIGUSR1 to either rank stops all after the same step, and they save; SIGINT just ends them."""
     path = script(tmp_path, "OPTIONS = {}\n" + textwrap.dedent(LONG))
     with started([sys.executable, str(path)]) as process:
         wait_for(process, tmp_path / "ready0", tmp_path / "ready1")
@@ -306,22 +311,22 @@ def test_signals(signum: str, target: int, tmp_path: Path) -> None:
         os.kill([process.pid, child.pid][target], getattr(signal, signum))
         ended = finish(process, 80)  # 10 on idle cores
     assert "went on" not in ended.out
-    saved = tmp_path / "on_exception.ckpt"
+    saved = tmp_path / "preempted.ckpt"
     if signum == "SIGINT":
-        assert ended.code != 0
+        assert ended.code not in (0, EXIT_PREEMPTED)
         assert not saved.exists()
     else:
-        assert ended.code == 0, ended.err
-        assert saved.is_dir()
+        assert ended.code == EXIT_PREEMPTED, ended.err
+        assert saved.is_dir() and (tmp_path / "on_exception.ckpt").is_dir()
         steps = [int((tmp_path / f"step{rank}").read_text()) for rank in (0, 1)]
         assert steps[0] == steps[1]
-        import torch
-
-        assert torch.load(saved / "meta.pt", weights_only=True)["global_step"] == steps[0] + 1
+        assert step_of(saved) == steps[0] + 1
+        told = rf"Preempted by {signum}: saved .*preempted\.ckpt at step {steps[0] + 1}\. Run the same"
+        assert re.match(told, ended.last_line), ended.err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["fit", "test"])
+@pytest.mark.parametrize("call", ["fit", "test"])  # neither has anything to save
 def test_sigterm_with_one_process(call: str, tmp_path: Path) -> None:
     body = """
         def wait(batch_idx):
@@ -340,7 +345,8 @@ def test_sigterm_with_one_process(call: str, tmp_path: Path) -> None:
         wait_for(process, tmp_path / "ready0")
         process.send_signal(signal.SIGTERM)
         ended = finish(process, 20)
-    assert ended.code == 0 and "went on" not in ended.out
+    assert ended.code == 128 + signal.SIGTERM and "went on" not in ended.out
+    assert ended.last_line.startswith("Ended by SIGTERM")
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.case import Case, Module, Rows, build_trainer, whole
 from tests.harness import run_ranks
+from titanplug.callbacks import SeedCheckpoint
+from titanplug.checkpoint.weights import consolidate
 from titanplug.strategy import TitanStrategy
-from titanplug.strategy.checkpoint import consolidate
 
 CASE = Case(num_rows=48, by_targets=True, ignored="uneven")
 
@@ -65,22 +66,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4": (4, {"pp": 4, "pp_schedule": "1F1B", "pp_microbatches": 4}),
     "fsdp4": (4, {"dp_shard": 4}),
     "tp2 x fsdp2": (4, {"tp": 2, "dp_shard": 2}),
+    "cp2 x tp2": (4, {"cp": 2, "tp": 2}),
     "1 process": (1, {}),
 }
 
 
+FIRST = "pp2 x fsdp2 interleaved"
+OTHERS = [name for name in LAYOUTS if name != FIRST]
+BY_DEFAULT = {(FIRST, FIRST), (FIRST, "1 process"), (FIRST, "tp2 x fsdp2"), ("cp2 x tp2", FIRST)}
+
+
 @pytest.mark.parametrize(
-    "saved_by, loaded_by, tied",
+    "saved_by, loaded_by",
     [
-        ("pp2 x fsdp2 interleaved", "pp2 x fsdp2 interleaved", True),
-        ("pp2 x fsdp2 interleaved", "pp4", True),
-        ("pp2 x fsdp2 interleaved", "tp2 x fsdp2", False),
-        ("pp2 x fsdp2 interleaved", "1 process", True),
-        ("fsdp4", "pp2 x fsdp2 interleaved", True),
+        pytest.param(*pair, marks=() if pair in BY_DEFAULT else pytest.mark.slow)
+        for pair in [(FIRST, FIRST), *((FIRST, o) for o in OTHERS), *((o, FIRST) for o in OTHERS)]
     ],
 )
-def test_resumes_in_another_layout(saved_by: str, loaded_by: str, tied: bool, tmp_path: Path) -> None:
-    case = Case(num_rows=48, by_targets=True, ignored="uneven", tied=tied)
+def test_resumes_in_another_layout(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
+    case = Case(num_rows=48, by_targets=True, ignored="uneven", tied=True)
     world_size, degrees = LAYOUTS[saved_by]
     straight = run_ranks(run, world_size, degrees, 8, None, None, case, init_process_group=False)
     path = str(tmp_path / "middle.ckpt")
@@ -134,3 +138,26 @@ def test_best_checkpoints_are_the_same_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(keep_best, 2, str(tmp_path), init_process_group=False)
     assert first == second
     assert Path(first[0]).is_dir() and len(list(tmp_path.iterdir())) == 2
+
+
+def from_seed(rank: int, world_size: int, degrees: dict[str, Any], seed: str, path: str) -> list[float]:
+    L.seed_everything(int(seed), verbose=False)
+    start = Path(path).exists()
+    strategy = TitanStrategy(**degrees)
+    dp_size = strategy.parallel_dims.resolve(world_size).size("batch")
+    callbacks = [] if start else [SeedCheckpoint(path)]
+    trainer = build_trainer(world_size, strategy, max_steps=4, callbacks=callbacks)
+    module = TwoGroups(CASE)
+    loader = DataLoader(Rows(CASE), batch_size=CASE.global_batch // dp_size, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=path if start else None)
+    return module.losses
+
+
+def test_layouts_begin_alike_from_a_seed_checkpoint(tmp_path: Path) -> None:
+    """With weights that something else has drawn, and another seed of the run."""
+    path = str(tmp_path / "seed.ckpt")
+    (expected,) = run_ranks(from_seed, 1, {}, "3", path, init_process_group=False)
+    for losses in run_ranks(
+        from_seed, 2, {"pp": 2, "pp_microbatches": 2}, "4", path, init_process_group=False
+    ):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

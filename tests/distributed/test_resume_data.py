@@ -16,7 +16,6 @@ from tests.distributed.case import build_trainer
 from tests.harness import reference, run_ranks
 from titanplug.errors import ConfigError
 from titanplug.strategy import TitanStrategy
-from titanplug.strategy.checkpoint import CheckpointError
 
 ROWS = 24
 
@@ -227,12 +226,114 @@ def test_streams_with_a_state(has_length: bool, world_size: int, tmp_path: Path)
 
     for rank, seen in enumerate(run_ranks(run, world_size, init_process_group=False)):
         assert [row for batch in seen for row in batch] == [1000 * rank + row for row in range(10, ROWS)]
-    if world_size == 2:
 
-        def alone(rank: int, world_size: int) -> str:
-            with pytest.raises(CheckpointError) as caught:
-                fit(stream(), ckpt_path=tmp_path / "a")
+
+def resume_on(world_size: int, build: Any, path: Path, **options: Any) -> list[Any]:
+    def run(rank: int, world_size: int) -> Any:
+        return fit(build(), world_size=world_size, ckpt_path=path, seed=8, **options)[0].seen
+
+    return run_ranks(run, world_size, init_process_group=False)
+
+
+def save_on(world_size: int, build: Any, path: Path, **options: Any) -> list[Any]:
+    def run(rank: int, world_size: int) -> Any:
+        module, trainer = fit(build(), world_size=world_size, **options)
+        trainer.save_checkpoint(path)
+        return module.seen
+
+    return run_ranks(run, world_size, init_process_group=False)
+
+
+class UntoldLoader(StreamLoader):
+    """Its state is the same on all ranks, and doesn't tell which of them it is of."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.dataset.at}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [StreamLoader, UntoldLoader])
+@pytest.mark.parametrize("has_length", [True, False], ids=["with length", "without length"])
+@pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2)])
+def test_a_stream_that_cannot_be_dealt_anew_is_refused(
+    then: int, now: int, has_length: bool, kind: Any, tmp_path: Path
+) -> None:
+    """On other data-parallel ranks, with both numbers, on each rank; also where an epoch was over."""
+
+    def stream() -> Any:
+        return kind(Stream(has_length), batch_size=2)
+
+    for steps in (5, ROWS // 2):
+        save_on(then, stream, tmp_path / "a", max_steps=steps)
+
+        def refused(rank: int, world_size: int) -> str:
+            with pytest.raises(ConfigError) as caught:
+                fit(stream(), world_size=world_size, ckpt_path=tmp_path / "a", max_epochs=2)
             return str(caught.value)
 
-        (message,) = run_ranks(alone, 1, init_process_group=False)
-        assert "of 2 data-parallel ranks, now there are 1" in message
+        for message in run_ranks(refused, now, init_process_group=False):
+            assert f"position of {kind.__name__} of " in message
+            assert f"on {then} data-parallel ranks, now there are {now}," in message
+            assert f"Go on with {then} data-parallel ranks" in message
+            assert "no method load_state_dicts" in message
+
+
+class Dealt(IterableDataset[Any]):
+    """Numbers dealt to the ranks in turn; what ranks read together since ``start`` can be added up."""
+
+    def __init__(self) -> None:
+        self.start, self.at, self.rank, self.size = 0, 0, 0, 1
+
+    def set_data_parallel(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while (number := self.start + self.at * self.size + self.rank) < ROWS:
+            self.at += 1
+            yield torch.tensor(number)
+
+
+class SizedDealt(Dealt):
+    def __len__(self) -> int:
+        return ROWS
+
+
+class DealtLoader(DataLoader[Any]):
+    tells_rank = False
+
+    def state_dict(self) -> dict[str, Any]:
+        dataset: Any = self.dataset
+        return {"start": dataset.start, "at": dataset.at} | (
+            {"rank": dataset.rank} if self.tells_rank else {}
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        dataset: Any = self.dataset
+        dataset.start, dataset.at = state["start"], state["at"]
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        if self.tells_rank:
+            assert [state["rank"] for state in states] == [*range(len(states))]
+        self.load_state_dict({"start": states[0]["start"] + sum(state["at"] for state in states), "at": 0})
+
+
+class TellingLoader(DealtLoader):
+    tells_rank = True
+
+
+@pytest.mark.parametrize("kind", [DealtLoader, TellingLoader])
+@pytest.mark.parametrize("dataset", [SizedDealt, Dealt])
+@pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2), (2, 2)])
+def test_a_stream_of_the_users_is_dealt_anew(
+    then: int, now: int, dataset: Any, kind: Any, tmp_path: Path
+) -> None:
+    """``load_state_dicts`` gets the states of the ranks that saved: no sample twice, none lost."""
+
+    def stream() -> Any:
+        return kind(dataset(), batch_size=2)
+
+    first = save_on(then, stream, tmp_path / "a", max_steps=3)
+    rest = resume_on(now, stream, tmp_path / "a")
+    read = [row for seen in first for batch in seen for row in batch]
+    assert sorted(read) == [*range(6 * then)]
+    read += [row for seen in rest for batch in seen for row in batch]
+    assert sorted(read) == [*range(ROWS)]

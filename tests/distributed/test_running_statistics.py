@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.distributed.case import build_trainer
 from tests.harness import run_ranks
 from titanplug import TitanStrategy
-from titanplug.strategy.checkpoint import consolidate
+from titanplug.checkpoint.weights import consolidate
 
 NAMES = ("net.1.running_mean", "net.1.running_var", "net.1.num_batches_tracked", "largest", "first_row")
 

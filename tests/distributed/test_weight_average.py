@@ -22,9 +22,9 @@ from tests.distributed.case import Case, Rows, build_model, build_trainer, whole
 from tests.harness import reference, run_ranks
 from titanplug import TitanStrategy
 from titanplug.callbacks import WeightAverage
+from titanplug.checkpoint.weights import consolidate
 from titanplug.parallel.fsdp import free_gathered
 from titanplug.parallel.gradients import local_tensor
-from titanplug.strategy.checkpoint import consolidate
 
 CASE = Case(num_rows=48, accumulate=2)  # 3 steps an epoch of 6 batches
 EPOCHS = 3

@@ -19,8 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.harness import reference, run_ranks
 from tests.ported.module import TP_PLAN, Net, rows, trainer
 from titanplug import TitanStrategy
-from titanplug.errors import ConfigError, TitanplugError
-from titanplug.strategy.checkpoint import CheckpointError
+from titanplug.errors import CheckpointError, ConfigError, TitanplugError
 
 FLAT_TP: dict[str, Any] = {"tp": 2, "plan": TP_PLAN, "sequence_parallel": False}
 

@@ -18,6 +18,8 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from titanplug.launch import EXIT_PREEMPTED
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -183,8 +185,12 @@ def test_a_signal_ends_all_ranks(start: Callable[..., subprocess.Popen[str]], na
     process.send_signal(signal.Signals[name])
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - begun < 25  # by themselves: torchrun kills after 30
-    assert process.returncode == 128 + signal.Signals[name]
-    assert errors.rstrip().endswith(f"titanplug: Ended by {name}.")
+    if name == "SIGTERM":
+        assert process.returncode == EXIT_PREEMPTED
+        assert errors.rstrip().splitlines()[-1].startswith("Preempted by SIGTERM: saved runs/quickstart/")
+    else:
+        assert process.returncode == 128 + signal.Signals[name]
+        assert errors.rstrip().endswith(f"titanplug: Ended by {name}.")
     _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not alive
 

@@ -17,6 +17,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig
 
 from titanplug.config import SCHEMAS, register_schemas, run, run_id
@@ -24,6 +25,8 @@ from titanplug.config.checks import ResolvedRun, resolve_run
 from titanplug.config.components import RopeScalingConfig
 from titanplug.config.errors import describe_config_error
 from titanplug.errors import ConfigError
+from titanplug.models import RopeScaling, Transformer, TransformerConfig
+from titanplug.models.hf_files import write_directory
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and "__" not in path.name)
@@ -43,6 +46,23 @@ PRESETS = [
 GIVEN = {"data=text": "data.path=a.txt", "data=jsonl": "data.path=a.jsonl"} | {
     "tokenizer=hf": "tokenizer.path=a.json"
 }
+
+
+HF_CONFIG = TransformerConfig(
+    vocab_size=4096,
+    dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden_dim=24,
+    max_seq_len=1024,
+    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 256),
+)
+
+
+def hugging_face_directory(path: Path) -> Path:
+    write_directory(path / "hf", HF_CONFIG, Transformer(HF_CONFIG).state_dict())
+    return path / "hf"
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +99,13 @@ def composing_error(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, *PRESETS])
-def test_every_option_composes_resolves_and_passes_the_checks(option: str) -> None:
+def test_every_option_composes_resolves_and_passes_the_checks(option: str, tmp_path: Path) -> None:
     two = dict.fromkeys(("parallelism=tp", "parallelism=pp", "parallelism=cp"), 2)
     needed = {**two, "parallelism=hsdp": 4, "parallelism=fsdp_tp": 4, "parallelism=4d": 8}
     devices = needed.get(option, 1)
     overrides = [option, *([GIVEN[option]] if option in GIVEN else [])]
+    if option == "model=hf":
+        overrides.append(f"model.init_from={hugging_face_directory(tmp_path)}")
     if not option.startswith("experiment="):
         overrides.append(f"trainer.devices={devices}")
     config = resolved(*overrides, "trainer.accelerator=cpu").config
@@ -115,6 +137,47 @@ def test_a_model_of_ones_own_needs_no_schema(tmp_path: Path) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=[f"hydra.searchpath=[file://{tmp_path}]", "model=mine"])
     assert resolve_run(config, tmp_path).config["model"] == {"_target_": "mine.Model", "layers": 3}
+
+
+def test_a_model_is_read_from_its_directory_before_the_run(tmp_path: Path) -> None:
+    source = hugging_face_directory(tmp_path)
+    overrides = ("model=hf", f"model.init_from={source}", "data.seq_len=512")
+    config = resolved(*overrides, "model.max_seq_len=512").config
+    model = config["model"]
+    assert model["_target_"] == "titanplug.models.TransformerConfig" and model["init_from"] == str(source)
+    assert (model["num_layers"], model["max_seq_len"]) == (2, 512)
+    assert config["module"]["config"] == model  # what ranks build needs no config.json
+    assert instantiate(model, _convert_="all").rope_scaling == HF_CONFIG.rope_scaling
+
+    tp = problems_of(*overrides, "parallelism=tp", "trainer.devices=4", "trainer.accelerator=cpu")
+    assert any("tp" in problem and "2 key-value heads" in problem for problem in tp)
+    (long,) = problems_of("model=hf", f"model.init_from={source}", "data.seq_len=2048")
+    assert "data.seq_len=2048 with model.max_seq_len=1024" in long
+    (vocab,) = problems_of(*overrides, "tokenizer.vocab_size=5000")
+    assert "tokenizer.vocab_size=5000 with model.vocab_size=4096" in vocab
+
+
+def test_weights_are_looked_for_before_the_run(tmp_path: Path) -> None:
+    (gone,) = problems_of("model=hf", f"model.init_from={tmp_path / 'gone'}")
+    assert "gone does not exist" in gone
+    (no_value,) = problems_of("model=hf")
+    assert "model.init_from has no value" in no_value
+    source = hugging_face_directory(tmp_path)
+    given = f"model.init_from={source}"
+    other = problems_of("model=debug", given)
+    assert other[0].startswith("model: dim=64, in init_from=")
+    (source / "model.safetensors").unlink()
+    (absent,) = problems_of("model=hf", given)
+    assert "neither model.safetensors nor model.safetensors.index.json" in absent
+
+
+def test_a_run_that_goes_on_needs_no_first_weights(tmp_path: Path) -> None:
+    source = hugging_face_directory(tmp_path)
+    (source / "model.safetensors").unlink()
+    config = resolved("model=hf", f"model.init_from={source}", "ckpt_path=a.ckpt").config
+    assert config["model"]["init_from"] is None and config["module"]["config"]["init_from"] is None
+    config = resolved("model=debug", "model.init_from=/gone", "ckpt_path=a.ckpt").config
+    assert config["module"]["config"]["init_from"] is None
 
 
 # --------------------------------------------------------------------------------------

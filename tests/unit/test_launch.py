@@ -63,6 +63,17 @@ def leave(config):
         os._exit(3)
     time.sleep(60)
 
+def save(config):
+    def leave(*_):
+        time.sleep(1)  # a slow save
+        os._exit(75)
+    for name in ("SIGTERM", "SIGUSR1"):
+        signal.signal(getattr(signal, name), leave if RANK == 0 else signal.SIG_IGN)
+    if RANK == 1:
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGUSR1)
+    time.sleep(8)
+
 def wait(config):
     (Path(config["paths"]["run_dir"]) / f"pid{RANK}").write_text(str(os.getpid()))
     time.sleep(60)
@@ -139,7 +150,7 @@ def test_a_rank_that_is_killed_or_leaves_is_named(job: Callable[..., tuple[str, 
     assert text.startswith("rank 1 of 2 ended with exit code 3")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGKILL"])
 def test_a_signal_to_the_parent_ends_the_ranks(
     job: Callable[..., tuple[str, Path]], tmp_path: Path, name: str
 ) -> None:
@@ -159,6 +170,15 @@ def test_a_signal_to_the_parent_ends_the_ranks(
     assert name == "SIGKILL" or f"Ended by {name}" in errors
     _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_is_passed_on_and_ranks_that_save_take_their_time(
+    job: Callable[..., tuple[str, Path]],
+) -> None:
+    handler = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(launch.Preempted):
+        launch.launch_ranks(*job("save"), 2)
+    assert signal.getsignal(signal.SIGUSR1) is handler
 
 
 # --------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
 
 
 def test_every_preset_is_tested() -> None:
-    assert {path.stem for path in PRESETS.glob("*.yaml")} == PUBLISHED.keys() | OURS.keys()
+    sizes = {path.stem for path in PRESETS.glob("*.yaml")} - {"hf"}  # whose directory has its size
+    assert sizes == PUBLISHED.keys() | OURS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

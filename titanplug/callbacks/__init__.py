@@ -5,6 +5,7 @@ from titanplug.callbacks.layout_summary import LayoutSummary
 from titanplug.callbacks.loss_curve import LossCurve
 from titanplug.callbacks.pipeline_timeline import PipelineTimeline
 from titanplug.callbacks.run_summary import RunSummary
+from titanplug.callbacks.seed_checkpoint import SeedCheckpoint
 from titanplug.callbacks.step_lines import StepLines
 from titanplug.callbacks.weight_average import WeightAverage
 
@@ -14,6 +15,7 @@ __all__ = [
     "LossCurve",
     "PipelineTimeline",
     "RunSummary",
+    "SeedCheckpoint",
     "StepLines",
     "WeightAverage",
 ]

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from titanplug.config import components, data, run
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"transformer": components.TransformerConfig},
+    "model": {"transformer": components.TransformerConfig, "hf": components.HFModelConfig},
     "module": {"language_model": components.LanguageModelConfig},
     "parallelism": {"titan": run.TitanStrategyConfig},
     "data": {
@@ -50,6 +50,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "pipeline_timeline": components.PipelineTimelineConfig,
         "run_summary": components.RunSummaryConfig,
         "model_checkpoint": components.ModelCheckpointConfig,
+        "seed_checkpoint": components.SeedCheckpointConfig,
         "weight_average": components.WeightAverageConfig,
         "target": components.TargetConfig,
     },

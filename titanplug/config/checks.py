@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from titanplug.config import SCHEMAS, run
-from titanplug.errors import ConfigError
+from titanplug.errors import ConfigError, TitanplugError
 
 TRANSFORMER = "titanplug.models.TransformerConfig"
+FROM_DIRECTORY = "titanplug.models.config_from_directory"
+ROPE_SCALING = "titanplug.models.RopeScaling"
+HF_TOKENIZER = "titanplug.data.HFTokenizer"
 STRATEGY = "titanplug.strategy.TitanStrategy"
 AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 CHOICES = {
@@ -53,6 +56,7 @@ def resolve_run(config: DictConfig, run_dir: Path) -> ResolvedRun:
     config = config.copy()
     config.paths.run_dir = str(run_dir)
     problems = [*_unknown_keys(config), *_wrong_choices(config)]
+    _read_model(config, problems)
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -65,6 +69,8 @@ def resolve_run(config: DictConfig, run_dir: Path) -> ResolvedRun:
         raise ConfigError([*problems, f"{error.full_key}: {text}. Correct it."]) from None
     assert isinstance(plain, dict)
     resolved: dict[str, Any] = {str(key): value for key, value in plain.items()}
+    if resolved["ckpt_path"] is not None:
+        forget_first_weights(resolved)
     devices, nodes = _count_devices(resolved["trainer"], problems), resolved["trainer"]["num_nodes"]
     _check_model(resolved, devices * nodes, problems)
     if problems:
@@ -113,6 +119,11 @@ def _wrong_choices(config: DictConfig) -> list[str]:
         if value not in allowed:
             shown = ", ".join("null" if item is None else item for item in allowed)
             problems.append(f"{key}={value}: there is no such choice. Choose one of: {shown}.")
+    if config.ckpt_path is not None and config.resume is not None:
+        problems.append(
+            f"ckpt_path={config.ckpt_path} with resume={config.resume}: each of them says where to start. "
+            "Give ckpt_path for a new run from that checkpoint, or resume to go on with a run in its folder."
+        )
     return problems
 
 
@@ -144,6 +155,42 @@ def _count_devices(trainer: dict[str, Any], problems: list[str]) -> int:
     return gpus if devices == -1 else int(devices)
 
 
+def _read_model(config: DictConfig, problems: list[str]) -> None:
+    """Put in what stands in a model's directory: ranks and runs that go on don't read its sizes again."""
+    model = config.model
+    if (
+        not isinstance(model, DictConfig)
+        or "init_from" not in model
+        or OmegaConf.is_missing(model, "init_from")
+    ):
+        return
+    if model.get("_target_") == FROM_DIRECTORY:
+        try:
+            found = instantiate(model, _convert_="all")
+        except Exception as error:
+            problems += [f"model: {problem}" for problem in _told(error)]
+            return
+        fields = asdict(found)
+        if fields["rope_scaling"] is not None:
+            fields["rope_scaling"]["_target_"] = ROPE_SCALING
+        config.model = OmegaConf.create({"_target_": TRANSFORMER, **fields})
+
+
+def forget_first_weights(config: dict[str, Any]) -> None:
+    """Build models without ``init_from``, in place: a checkpoint has the weights, and those may be gone."""
+    for value in config.values():
+        if isinstance(value, dict):
+            if value.get("_target_") == TRANSFORMER:
+                value["init_from"] = None
+            forget_first_weights(value)
+
+
+def _told(error: Exception) -> Sequence[str]:
+    """What is wrong, of an error of ``instantiate``: Hydra wraps what a constructor raises."""
+    cause = error.__cause__ or error
+    return cause.problems if isinstance(cause, ConfigError) else [str(cause)]
+
+
 def _check_model(config: dict[str, Any], world_size: int, problems: list[str]) -> None:
     """Cross-checks of model, data, precision and layout; what is wrong goes to ``problems``."""
     model = config["model"] or {}
@@ -153,16 +200,26 @@ def _check_model(config: dict[str, Any], world_size: int, problems: list[str]) -
         try:
             transformer = instantiate(model, _convert_="all")
         except Exception as error:
-            # Hydra wraps what a constructor raises.
-            cause = error.__cause__ or error
-            told = cause.problems if isinstance(cause, ConfigError) else [str(cause)]
-            problems += [f"model.{problem}" for problem in told]
+            problems += [f"model.{problem}" for problem in _told(error)]
         else:
             heads = (transformer.num_heads, transformer.kv_heads)
             num_layers = transformer.num_layers
             problems += _data_problems(config, transformer)
+            problems += _weights_problems(transformer)
     if (config["parallelism"] or {}).get("_target_") == STRATEGY and world_size > 0:
         _check_layout(config, world_size, heads, num_layers, problems)
+
+
+def _weights_problems(transformer: Any) -> Sequence[str]:
+    """Whether the weights to start from are there and fit; their sizes are read, not the weights."""
+    if transformer.init_from is None:
+        return ()
+    try:
+        get_method("titanplug.models.open_weights")(transformer)
+    except TitanplugError as error:
+        told = error.problems if isinstance(error, ConfigError) else [str(error)]
+        return [f"model: {problem}" for problem in told]
+    return ()
 
 
 def _check_layout(
@@ -210,7 +267,20 @@ def _data_problems(config: dict[str, Any], transformer: Any) -> Iterator[str]:
             f"data.seq_len={seq_len} with model.max_seq_len={transformer.max_seq_len}: a row must "
             "fit into the model. Lower the first or raise the second."
         )
-    vocab = (config["tokenizer"] or {}).get("vocab_size")
+    tokenizer = config["tokenizer"] or {}
+    if tokenizer.get("_target_") == HF_TOKENIZER and Path(tokenizer["path"]).expanduser().exists():
+        try:
+            vocab = instantiate(tokenizer, _convert_="all").vocab_size
+        except Exception as error:
+            yield from _told(error)
+            return
+        if vocab > transformer.vocab_size:
+            yield (
+                f"tokenizer.path={tokenizer['path']} has ids below {vocab}, with model.vocab_size="
+                f"{transformer.vocab_size}: the model needs an embedding for every token. Use the model's "
+                "own tokenizer, or a model of its vocabulary."
+            )
+    vocab = tokenizer.get("vocab_size")
     if isinstance(vocab, int) and vocab > transformer.vocab_size:
         yield (
             f"tokenizer.vocab_size={vocab} with model.vocab_size={transformer.vocab_size}: the "

@@ -55,6 +55,8 @@ class TransformerConfig:
         sliding_window: tokens that a token sees, itself included; null: all before it.
         init_std: standard deviation of the initial weights.
         depth_scaled_init: start layers that add to the residual stream smaller in deeper models.
+        init_from: where the first weights are: a Hugging Face directory, a checkpoint directory, or a state
+            dict as .safetensors or .pt; null: drawn at random.
     """
 
     _target_: str = "titanplug.models.TransformerConfig"
@@ -75,6 +77,21 @@ class TransformerConfig:
     sliding_window: int | None = None
     init_std: float = 0.02
     depth_scaled_init: bool = True
+    init_from: str | None = None
+
+
+@dataclass
+class HFModelConfig:
+    """A model with its weights, from a directory.
+
+    Args:
+        init_from: a Hugging Face directory, or a checkpoint directory of titanplug.
+        max_seq_len: longest sequence, in tokens; null: as the directory says.
+    """
+
+    _target_: str = "titanplug.models.config_from_directory"
+    init_from: str = MISSING
+    max_seq_len: int | None = None
 
 
 @dataclass
@@ -272,6 +289,18 @@ class WeightAverageConfig:
 
 
 @dataclass
+class SeedCheckpointConfig:
+    """A checkpoint before the first step, for runs in other layouts.
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    _target_: str = "titanplug.callbacks.SeedCheckpoint"
+    path: str = "${paths.run_dir}/checkpoints/seed.ckpt"
+
+
+@dataclass
 class ModelCheckpointConfig:
     """Checkpoints.
 
@@ -285,6 +314,7 @@ class ModelCheckpointConfig:
         every_n_train_steps: optimizer steps between checkpoints; null: after each validation.
         save_weights_only: leave out what is needed to go on training.
         auto_insert_metric_name: put ``name=`` before each value in the file name.
+        enable_version_counter: keep what has the name already and write ``name-v1``.
     """
 
     _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
@@ -297,6 +327,7 @@ class ModelCheckpointConfig:
     every_n_train_steps: int | None = None
     save_weights_only: bool = False
     auto_insert_metric_name: bool = False
+    enable_version_counter: bool = False
 
 
 @dataclass

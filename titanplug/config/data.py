@@ -94,6 +94,7 @@ class HFDataConfig(PackedDataConfig):
         shuffle_block: streamed documents that are shuffled at a time; 1: none.
         batches_per_epoch: length of an epoch of a stream, in batches of each data-parallel rank.
         tokenizer_documents: first documents of a stream that a tokenizer is trained on.
+        num_shares: shares that a stream is dealt into, times the workers; null: data-parallel ranks.
     """
 
     _target_: str = "titanplug.data.HFDataModule"
@@ -112,6 +113,7 @@ class HFDataConfig(PackedDataConfig):
     shuffle_block: int = 1000
     batches_per_epoch: int = 1000
     tokenizer_documents: int = 10_000
+    num_shares: int | None = None
 
 
 @dataclass

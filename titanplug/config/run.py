@@ -65,6 +65,7 @@ class TitanStrategyConfig:
         check_peers: debug switch: ranks of the tensor and of the context axis must read the same batch and
             hold the same gradients of replicated weights, checked in every step.
         error_if_nonfinite: stop before a step whose gradient norm is NaN or infinite.
+        save_in_background: write checkpoints while the training goes on; needs host memory for a copy.
         process_group_backend: backend of torch.distributed; null: by device.
         timeout_s: seconds until a collective that a rank doesn't join fails.
     """
@@ -91,6 +92,7 @@ class TitanStrategyConfig:
     gradient_norm_type: float | str = 2.0
     error_if_nonfinite: bool = False
     check_peers: bool = False
+    save_in_background: bool = False
     process_group_backend: str | None = None
     timeout_s: float = 1800.0
 
@@ -181,7 +183,10 @@ class TrainConfig:
     Args:
         name: of the run; names its folder.
         seed: of initial weights, data order and random draws.
-        ckpt_path: checkpoint from which the run goes on; null: start anew.
+        ckpt_path: checkpoint from which a new run starts, in a folder of its own; null: none.
+        resume: auto: go on with the newest run of this name and configuration, in its folder, from its last
+            checkpoint, or start anew where there is none; the folder of a run: go on with that one; null:
+            start anew.
         test: evaluate the test split after training.
         model: what is trained (group).
         module: the LightningModule that trains it (group).
@@ -200,6 +205,7 @@ class TrainConfig:
     name: str = "train"
     seed: int = 0
     ckpt_path: str | None = None
+    resume: str | None = None
     test: bool = False
     model: Any = MISSING
     module: Any = MISSING

@@ -52,6 +52,9 @@ class HFDataModule(PackedDataModule):
         batches_per_epoch: length of an epoch of a stream, in batches of each data-parallel rank.
             The next epoch goes on in the stream.
         tokenizer_documents: a tokenizer is trained on the first documents of a stream.
+        num_shares: shares that a stream is dealt into, times ``num_workers``; they decide the order of
+            rows. None takes the number of data-parallel ranks, so that each reads a share of its own.
+            A number lets runs in different layouts read the same rows; see ``StreamDataLoader``.
         seq_len: S, tokens a row.
         batch_size: rows in a batch on each data-parallel rank.
         eval_batch_size: the same in validation and test, None for ``batch_size``.
@@ -85,6 +88,7 @@ class HFDataModule(PackedDataModule):
         shuffle_block: int = 1000,
         batches_per_epoch: int = 1000,
         tokenizer_documents: int = 10_000,
+        num_shares: int | None = None,
         seq_len: int = 512,
         batch_size: int = 8,
         eval_batch_size: int | None = None,
@@ -123,6 +127,7 @@ class HFDataModule(PackedDataModule):
         self.shuffle_block = shuffle_block
         self.batches_per_epoch = batches_per_epoch
         self.tokenizer_documents = tokenizer_documents
+        self.num_shares = num_shares
         self._stream_state: dict[str, Any] | None = None
         if problems := self._list_problems():
             raise ConfigError(problems)
@@ -177,6 +182,7 @@ class HFDataModule(PackedDataModule):
             num_workers=self.options.num_workers,
             pin_memory=self.options.resolved_pin_memory,
             seed=self.options.seed,
+            num_shares=self.num_shares,
         )
         if self._stream_state is not None:
             loader.load_state_dict(self._stream_state)
@@ -185,15 +191,14 @@ class HFDataModule(PackedDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The identity of the tokenizer; on one data-parallel rank, the position in the stream too.
+        """The identity of the tokenizer, and the position in the stream.
 
         Lightning keeps the states of loaders, but does not load them where an epoch was complete.
-        Of a data module it keeps what the first rank has, so several ranks cannot use this way.
         """
         state = super().state_dict()
         # A strategy may have put a copy of the loader in, so the trainer is asked.
         loader = None if self.trainer is None else self.trainer.train_dataloader
-        if isinstance(loader, StreamDataLoader) and self._data_parallel()[1] == 1:
+        if isinstance(loader, StreamDataLoader):
             state["stream"] = loader.state_dict()
         return state
 
@@ -205,8 +210,7 @@ class HFDataModule(PackedDataModule):
             ConfigError: the checkpoint was made with another tokenizer.
         """
         super().load_state_dict(state_dict)
-        if self._data_parallel()[1] == 1:
-            self._stream_state = state_dict.get("stream")
+        self._stream_state = state_dict.get("stream")
 
     @cached_property
     def _stream_bytes_per_token(self) -> float:
@@ -222,6 +226,7 @@ class HFDataModule(PackedDataModule):
                 ("shuffle_block", self.shuffle_block),
                 ("batches_per_epoch", self.batches_per_epoch),
                 ("tokenizer_documents", self.tokenizer_documents),
+                ("num_shares", self.num_shares),
             )
             if value is not None and value < 1
         ]

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titanplug.models.config import RopeScaling, TransformerConfig
-    from titanplug.models.hf import config_from_hf, state_dict_from_hf, state_dict_to_hf
+    from titanplug.models.hf import config_from_hf, config_to_hf, state_dict_from_hf, state_dict_to_hf
+    from titanplug.models.initial_weights import config_from_directory, open_weights
     from titanplug.models.transformer import Transformer, num_parameters
 
 __all__ = [
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
+    "config_from_directory",
     "config_from_hf",
+    "config_to_hf",
     "num_parameters",
+    "open_weights",
     "state_dict_from_hf",
     "state_dict_to_hf",
 ]
@@ -29,8 +33,11 @@ _HOMES = {
     "RopeScaling": "config",
     "Transformer": "transformer",
     "TransformerConfig": "config",
+    "config_from_directory": "initial_weights",
     "config_from_hf": "hf",
+    "config_to_hf": "hf",
     "num_parameters": "transformer",
+    "open_weights": "initial_weights",
     "state_dict_from_hf": "hf",
     "state_dict_to_hf": "hf",
 }

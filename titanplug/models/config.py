@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from titanplug.errors import ConfigError
 
@@ -75,6 +78,8 @@ class TransformerConfig:
         depth_scaled_init: divide it by ``sqrt(2 * num_layers)`` for ``wo`` and ``w2``, which add to
             the residual stream: its variance then does not grow with depth (GPT-2, Radford et al.
             2019).
+        init_from: where the model's first weights are: a Hugging Face directory, a checkpoint directory of
+            titanplug, or a state dict as .safetensors or .pt; None: drawn at random.
 
     Raises:
         ConfigError: fields outside these ranges or at odds with each other, all in one error.
@@ -97,6 +102,7 @@ class TransformerConfig:
     sliding_window: int | None = None
     init_std: float = 0.02
     depth_scaled_init: bool = True
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         required = ("vocab_size", "dim", "num_layers", "num_heads", "hidden_dim", "max_seq_len")
@@ -105,6 +111,11 @@ class TransformerConfig:
         problems = _not_whole(self, *required, *given)
         problems |= _not_positive(self, "rope_theta", "norm_eps", "init_std")
         problems |= _not_flags(self, "qkv_bias", "qk_norm", "tie_embeddings", "depth_scaled_init")
+        source: object = self.init_from
+        if isinstance(source, os.PathLike):
+            self.init_from = os.fspath(source)  # plain, for checkpoints and YAML
+        elif source is not None and (not isinstance(source, str) or not source):
+            problems["init_from"] = f"init_from={source!r} is no path. Give one, or None for random weights."
         scaling: object = self.rope_scaling  # YAML without `_target_` gives a mapping
         if scaling is not None and not isinstance(scaling, RopeScaling):
             problems["rope_scaling"] = (
@@ -114,6 +125,14 @@ class TransformerConfig:
         problems |= self._misfits(ignore=set(problems))
         if problems:
             raise ConfigError(list(problems.values()))
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> TransformerConfig:
+        """A configuration from plain values by name, as ``dataclasses.asdict`` gives them."""
+        scaling = fields.get("rope_scaling")
+        if isinstance(scaling, Mapping):
+            scaling = RopeScaling(**scaling)
+        return cls(**{**fields, "rope_scaling": scaling})
 
     def _misfits(self, ignore: set[str]) -> dict[str, str]:
         """Fields that are right alone and wrong together, but for those already found wrong."""

@@ -33,6 +33,12 @@ _REQUIRED = {
     "qwen2": (*_SIZES, "num_key_value_heads"),
     "qwen3": (*_SIZES, "num_key_value_heads", "head_dim"),
 }
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 _OUTER = {
@@ -178,6 +184,105 @@ def _rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeSca
         high_freq_factor=rope["high_freq_factor"],
         original_max_position=rope["original_max_position_embeddings"],
     )
+
+
+def config_to_hf(config: TransformerConfig, family: str | None = None) -> dict[str, Any]:
+    """The content of ``config.json`` for the same model, as transformers 4 and 5 read it.
+
+    Args:
+        config: the model's. How initial weights are drawn by depth has no name there and is left out.
+        family: model type; None: qwen2 where there are ``qkv_bias``, qwen3 where ``qk_norm``, mistral where
+            a ``sliding_window``, else llama.
+
+    Raises:
+        ConfigError: no such family, or it has no model like this; all reasons in one error.
+    """
+    family = _guessed_family(config) if family is None else family
+    if family not in SUPPORTED:
+        raise ConfigError(f"family={family!r} is none of {', '.join(SUPPORTED)}. Give one of these.")
+    problems = _misfits(config, family)
+    if problems:
+        raise ConfigError(problems)
+    scaling = config.rope_scaling
+    content: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.hidden_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": config.init_std,
+        "use_cache": True,
+    }
+    if scaling is not None:
+        content["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    if family == "mistral":
+        content["sliding_window"] = config.sliding_window
+    elif family in ("qwen2", "qwen3"):
+        windowed = config.sliding_window is not None
+        kind = "sliding_attention" if windowed else "full_attention"
+        content |= {
+            "use_sliding_window": windowed,
+            "sliding_window": config.sliding_window,
+            "max_window_layers": 0 if windowed else config.num_layers,
+            "layer_types": [kind] * config.num_layers,
+        }
+    if family in ("llama", "qwen3"):
+        content["attention_bias"] = False
+    if family == "llama":
+        content["mlp_bias"] = False
+    return content
+
+
+def _guessed_family(config: TransformerConfig) -> str:
+    if config.qkv_bias and config.qk_norm:
+        raise ConfigError(
+            "qkv_bias=True with qk_norm=True: no family of Hugging Face has both (qwen2 has the first, qwen3 "
+            "the second). Such a model can't be converted."
+        )
+    if config.qkv_bias:
+        return "qwen2"
+    if config.qk_norm:
+        return "qwen3"
+    return "llama" if config.sliding_window is None else "mistral"
+
+
+def _misfits(config: TransformerConfig, family: str) -> list[str]:
+    """Why a model isn't one of a family."""
+    has = {
+        "qkv_bias": (config.qkv_bias, family == "qwen2", "qwen2"),
+        "qk_norm": (config.qk_norm, family == "qwen3", "qwen3"),
+    }
+    problems = []
+    for name, (given, wanted, only) in has.items():
+        if given != wanted:
+            always = "always" if wanted else "never"
+            problems.append(
+                f"family={family} with {name}={given}: {family} {always} has it, of all families only {only} "
+                "does. Leave out the family, which the configuration tells."
+            )
+    if config.sliding_window is not None and family == "llama":
+        problems.append(
+            f"family=llama with sliding_window={config.sliding_window}: llama sees all tokens before each. "
+            "Use family=mistral."
+        )
+    return problems
 
 
 def name_to_hf(name: str) -> str:

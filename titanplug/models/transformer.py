@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -72,11 +74,15 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model of the Llama, Mistral, Qwen2 or Qwen3 family.
 
-    Built for real it starts with initial weights from the global generator; built on the meta
-    device it costs nothing. It has no buffers.
+    Built for real it starts with the weights in ``config.init_from``, else with initial weights from
+    the global generator; built on the meta device it costs nothing. It has no buffers.
 
     Args:
         config: sizes and family.
+
+    Raises:
+        ConfigError: ``config.init_from`` holds no weights, or those of another model; on the meta device
+            too, though nothing but sizes is read then.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -92,6 +98,23 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         else:
             self.output = Linear(config.dim, config.vocab_size, init_std=config.init_std)
+        weights = self.initial_weights()
+        if weights is not None and not self.norm.weight.is_meta:
+            with torch.no_grad():
+                for name, parameter in self.named_parameters():
+                    parameter.copy_(weights[name])
+
+    def initial_weights(self) -> Mapping[str, Tensor] | None:
+        """What the weights start from, by their names, each read when it is asked for; None: at random.
+
+        Raises:
+            ConfigError: ``config.init_from`` holds no weights, or those of another model.
+        """
+        if self.config.init_from is None:
+            return None
+        from titanplug.models.initial_weights import open_weights
+
+        return open_weights(self.config)
 
     def init_weights(self) -> None:
         """Fills every parameter from the global generator, in the order of the constructor."""
@@ -172,5 +195,5 @@ class Transformer(nn.Module):
 def num_parameters(config: TransformerConfig) -> int:
     """Number of parameters of a model, a shared one counted once. Nothing is allocated."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(replace(config, init_from=None))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from titanplug.errors import ConfigError
 from titanplug.metrics import BitsPerByte, MeanLoss, token_nll
-from titanplug.models import RopeScaling, Transformer, TransformerConfig
+from titanplug.models import Transformer, TransformerConfig
 from titanplug.modules.schedules import Schedule
 
 Batch: TypeAlias = Mapping[str, Tensor]
@@ -57,14 +57,17 @@ class LanguageModel(L.LightningModule):
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
-        self.config = config if isinstance(config, TransformerConfig) else _config_from(config)
+        if not isinstance(config, TransformerConfig):
+            config = TransformerConfig.from_fields(config)
+        self.config = config
         self.optimizer = optimizer
         self.schedule = schedule
         self.model = None
         self.val_loss, self.test_loss = MeanLoss(), MeanLoss()
         self.val_bits_per_byte, self.test_bits_per_byte = BitsPerByte(), BitsPerByte()
-        # Plain containers only: a checkpoint is loaded without unpickling classes.
-        self.save_hyperparameters({"config": asdict(self.config)})
+        # Plain containers only: a checkpoint is loaded without unpickling classes. It has weights of its own:
+        # where the first ones came from may be gone by then.
+        self.save_hyperparameters({"config": asdict(replace(self.config, init_from=None))})
 
     def configure_model(self) -> None:
         """Build the Transformer, once."""
@@ -132,10 +135,3 @@ class LanguageModel(L.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
-
-
-def _config_from(fields: Mapping[str, Any]) -> TransformerConfig:
-    scaling = fields.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-        scaling = RopeScaling(**scaling)
-    return TransformerConfig(**{**fields, "rope_scaling": scaling})

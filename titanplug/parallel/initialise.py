@@ -5,12 +5,18 @@ the module's own ``init_weights`` or ``reset_parameters`` fills whole tensors, i
 the run's seed and the module's name, and each rank keeps its shards. So a weight is a function of seed and
 name, and no rank ever holds more than one module whole. (A random fill of a sharded tensor would give
 every rank the same shard on CPU, where DTensor has no random state of its own.)
+
+A model that has its weights elsewhere says so by a method ``initial_weights``, which returns a mapping from
+names relative to it (those of its ``state_dict``) to whole tensors, or None. Its weights on the meta device
+come from there, one tensor at a time, best from a mapping that reads each when it is asked for. (Weights
+that it was built with stay as they are.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanplug.errors import ConfigError
 
+_WEIGHTS_METHOD = "initial_weights"
 _INIT_METHODS = ("init_weights", "reset_parameters", "_reset_parameters")
 
 
@@ -64,8 +71,9 @@ def materialize(root: nn.Module, device: torch.device, seed: int) -> None:
         seed: the run's seed.
 
     Raises:
-        ConfigError: a module has parameters or buffers on the meta device and none of the methods
-            ``init_weights`` and ``reset_parameters``; all such modules are named.
+        ConfigError: a module has parameters or buffers on the meta device and neither a value of a method
+            ``initial_weights`` above it nor one of the methods ``init_weights`` and ``reset_parameters``; or
+            ``initial_weights`` gives a mapping that lacks some; all of them are named.
     """
     pending = {
         name: module
@@ -74,15 +82,7 @@ def materialize(root: nn.Module, device: torch.device, seed: int) -> None:
     }
     if not pending:
         return
-    problems = [
-        f"{name or type(module).__name__} ({type(module).__name__}) has weights or buffers on the meta "
-        "device and neither `init_weights` nor `reset_parameters`, so nothing can give them values. Add "
-        "one of them, or build the model with values (meta_init=False)."
-        for name, module in pending.items()
-        if _init_method(module) is None
-    ]
-    if problems:
-        raise ConfigError(problems)
+    given, problems = _find_given(root)
     missing = {
         name: {
             key
@@ -91,12 +91,98 @@ def materialize(root: nn.Module, device: torch.device, seed: int) -> None:
         }
         for name, module in pending.items()
     }
+    drawn = {
+        name: {key for key in keys if _join(name, key) not in given and _join(name, key) not in problems}
+        for name, keys in missing.items()
+    }
+    told = list(problems.values()) + [
+        f"{name or type(module).__name__} ({type(module).__name__}) has weights or buffers on the meta "
+        "device and neither `init_weights` nor `reset_parameters`, so nothing can give them values. Add "
+        "one of them, or build the model with values (meta_init=False)."
+        for name, module in pending.items()
+        if drawn[name] and _init_method(module) is None
+    ]
+    if told:
+        raise ConfigError(told)
     shared = _shared_parameters(root)
     root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     _tie(shared)
     done: set[int] = set()
     for name, module in pending.items():
-        _fill(module, name, missing[name], device, seed, done)
+        for key in sorted(missing[name] - drawn[name]):
+            _read(module, key, given[_join(name, key)], done)
+        if drawn[name]:
+            _fill(module, name, drawn[name], device, seed, done)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Where a tensor's value is: a name in what a module's ``initial_weights`` returned."""
+
+    weights: Mapping[str, Tensor]
+    name: str
+    owner: str
+
+
+def _find_given(root: nn.Module) -> tuple[dict[str, _Given], dict[str, str]]:
+    """By full name, the tensors on meta that a method ``initial_weights`` has, and what it ought to have."""
+    sources: dict[str, Mapping[str, Tensor]] = {}
+    names: dict[str, set[str]] = {}  # to ask a mapping whether it has a name may read the tensor
+    for name, module in root.named_modules():
+        method = getattr(type(module), _WEIGHTS_METHOD, None)
+        weights = method(module) if callable(method) else None
+        if weights is not None:
+            sources[name], names[name] = weights, set(weights)
+    given: dict[str, _Given] = {}
+    wanted: dict[str, tuple[Tensor, str]] = {}
+    if not sources:
+        return given, {}
+    by_tensor: dict[int, _Given] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            name = _join(prefix, key)
+            owners = [owner for owner in sources if not owner or name.startswith(f"{owner}.")]
+            if tensor is None or not tensor.is_meta or not owners:
+                continue
+            if key in module._non_persistent_buffers_set:
+                continue  # the module computes it
+            owner = max(owners, key=len)
+            wanted[name] = tensor, owner
+            own = name.removeprefix(f"{owner}.") if owner else name
+            if own in names[owner]:
+                by_tensor.setdefault(id(tensor), _Given(sources[owner], own, owner))
+    problems: dict[str, str] = {}
+    for name, (tensor, owner) in wanted.items():
+        if id(tensor) in by_tensor:
+            given[name] = by_tensor[id(tensor)]
+        else:
+            kind = type(root.get_submodule(owner)).__name__
+            problems[name] = (
+                f"{name}: `{_WEIGHTS_METHOD}` of {owner or 'the module'} ({kind}) has no value for it. It "
+                "gives all parameters and persistent buffers, by the names of its state_dict, or None. Add "
+                "it there."
+            )
+    return given, problems
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _read(module: nn.Module, key: str, given: _Given, done: set[int]) -> None:
+    """Copy this rank's shard of a value that is there."""
+    target = module._parameters[key] if key in module._parameters else module._buffers[key]
+    assert target is not None
+    if id(target) in done:
+        return
+    done.add(id(target))
+    value = given.weights[given.name]
+    if value.shape != target.shape:
+        raise ConfigError(
+            f"{given.name}: `{_WEIGHTS_METHOD}` of {given.owner or 'the module'} gives a tensor of shape "
+            f"{tuple(value.shape)}, the model's is {tuple(target.shape)}. Give the weights of this model."
+        )
+    _copy_shard(target, value.detach().to(target.device))
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:

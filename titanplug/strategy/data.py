@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titanplug.mesh import Mesh
 from titanplug.parallel.initialise import named_seed
+from titanplug.strategy.loader_states import keep_window_starts, reads_ahead
 from titanplug.strategy.loaders import LockstepLoader, copied_loader, shard_map_loader
 from titanplug.strategy.read_ahead import account_for_read_ahead
 from titanplug.strategy.resume import continue_epoch, data_state
@@ -70,14 +71,16 @@ class DataSharding:
         if isinstance(loader, LockstepLoader):
             return loader
         if self._size == 1:
-            return loader if sized_len(loader) is not None else account_for_read_ahead(loader)
+            return loader if sized_len(loader) is not None else self._account_for_read_ahead(loader)
         if self._enabled and not by_index:
             self._tell_coordinate(loader, dataset)
-        lengths: list[Any] = [None] * self._size
-        dist.all_gather_object(lengths, _known_length(loader), group=self._group())
+        lengths = self._gather(_known_length(loader))
         if lengths[0] is not None and len(set(lengths)) == 1:
             return loader
-        return LockstepLoader(account_for_read_ahead(loader), self._group())
+        return LockstepLoader(self._account_for_read_ahead(loader), self._group())
+
+    def _account_for_read_ahead(self, loader: Any) -> Any:
+        return account_for_read_ahead(loader, partial(reads_ahead, self._trainer))
 
     def _order_seed(self, own: torch.Generator | None) -> int:
         """The run's seed; where the user gave the loader a generator, that of rank 0 decides too."""
@@ -106,6 +109,13 @@ class DataSharding:
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self._rank)
 
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of each data-parallel rank, in their order."""
+        values = [value] * self._size
+        if self._size > 1:
+            dist.all_gather_object(values, value, group=self._group())
+        return values
+
     def _group(self) -> dist.ProcessGroup:
         """A group of the ``batch`` view that reduces CPU tensors, so that no device is waited for."""
         group = self._mesh.group("batch")
@@ -118,14 +128,16 @@ class DataSharding:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to know of the data."""
-        return data_state(self._trainer, self.seed)
+        return data_state(self._trainer, self.seed, self._size)
 
     def load_state(self, state: dict[str, Any], loader_states: list[Any]) -> None:
         """Take over from a checkpoint; called before there are loaders.
 
         Args:
-            state: what :meth:`state` returned; empty where another strategy wrote the checkpoint.
-            loader_states: the states of loaders that have one.
+            state: what :meth:`state` returned; empty where another strategy wrote the checkpoint. Where
+                the number of data-parallel ranks is another one and their loaders' states differ,
+                ``all_loader_states`` in it has them, by rank and loader.
+            loader_states: what this rank's loaders saved, of those that have a state.
         """
         self._saved, self._loader_states = state, loader_states
         self.seed = state.get("seed", self.seed)
@@ -134,7 +146,8 @@ class DataSharding:
         """Start the training of a resumed run where it stood; called before the first batch."""
         saved, self._saved = self._saved, {}
         loader_states, self._loader_states = self._loader_states, []
-        continue_epoch(self._trainer, saved, loader_states)
+        continue_epoch(self._trainer, saved, loader_states, self._size, self._gather)
+        keep_window_starts(self._trainer)
 
 
 def _is_sharded(loader: DataLoader[Any]) -> bool:

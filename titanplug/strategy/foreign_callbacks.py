@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that take every rank for one that reads other samples."""
+"""Callbacks of Lightning that don't know of ranks with the same samples, nor of directories."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from typing_extensions import override
 
 
@@ -34,26 +34,35 @@ class SharedThroughput(Throughput):
 
 
 def adapt_callbacks(trainer: Trainer, data_ranks: int) -> None:
-    """Make what Lightning's callbacks tell of all ranks right on a layout with copies.
+    """Make Lightning's callbacks right under the strategy, in each run, before its first batch.
 
-    Called in each run, when callbacks have been set up and before the first batch. A rate of all ranks
-    becomes the sum over ranks that read different samples, that of a device the mean over all ranks.
+    On a layout with copies a rate of all ranks becomes the sum over ranks that read different samples, that
+    of a device the mean over all ranks. Links to checkpoints change at once, when their target is there.
 
     Args:
         trainer: the Trainer.
         data_ranks: number of ranks that read different samples.
     """
     num_copies = trainer.world_size // data_ranks
-    if num_copies == 1:
-        return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ThroughputMonitor):
-            for stage, found in callback._throughputs.items():
-                if not isinstance(found, SharedThroughput):
-                    callback._throughputs[stage] = SharedThroughput(
-                        num_copies,
-                        available_flops=found.available_flops,
-                        world_size=found.world_size,
-                        window_size=found._time.maxlen,
-                        separator=found.separator,
-                    )
+        if isinstance(callback, ThroughputMonitor) and num_copies > 1:
+            _share_rates(callback, num_copies)
+        if isinstance(callback, ModelCheckpoint):
+            callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
+
+
+def _share_rates(callback: ThroughputMonitor, num_copies: int) -> None:
+    for stage, found in callback._throughputs.items():
+        if not isinstance(found, SharedThroughput):
+            callback._throughputs[stage] = SharedThroughput(
+                num_copies,
+                available_flops=found.available_flops,
+                world_size=found.world_size,
+                window_size=found._time.maxlen,
+                separator=found.separator,
+            )
+
+
+def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+    strategy: Any = trainer.strategy
+    strategy.link_checkpoint(filepath, linkpath)

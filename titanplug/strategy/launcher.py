@@ -27,8 +27,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from titanplug.errors import ConfigError, TitanplugError
 from titanplug.rank_errors import CONSEQUENCES, record_error
-from titanplug.strategy.children import Children, RankError, end_with_parent
+from titanplug.strategy.children import PARENT_VARIABLE, Children, RankError, end_with_parent
 
+_is_child = PARENT_VARIABLE in os.environ
 _children: Children | None = None
 """The other ranks of this script. A script starts them once; all its Trainers use them."""
 
@@ -50,6 +51,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._check_module = check_module
         self.weights_only: bool | None = None
         """What the running Trainer call was given; Lightning loses it on the way to the strategy."""
+        self.is_child = _is_child
+        """Whether the script on another rank has started this process, and tells how all of them ended."""
         self._require_world()
         end_with_parent()
 

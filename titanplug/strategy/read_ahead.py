@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _METHODS = ("state_dict", "load_state_dict")
 
 
-def account_for_read_ahead(loader: Any) -> Any:
+def account_for_read_ahead(loader: Any, reads_ahead: Callable[[], bool]) -> Any:
     """Let the state of a loader without length be that of the batch in use; others are returned as they are.
 
     Where it can't know the last batch, Lightning fetches the next one while a batch is in use, and a
-    checkpoint would hold a state that is one batch too far.
+    checkpoint would hold a state that is one batch too far. With a limit on batches it knows the last one.
+
+    Args:
+        loader: the loader.
+        reads_ahead: whether Lightning does so with it.
     """
-    return _ReadAhead(loader) if has_state(loader) else loader
+    return ReadAhead(loader, reads_ahead) if has_state(loader) else loader
 
 
 def has_state(loader: Any) -> bool:
@@ -22,12 +26,20 @@ def has_state(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in _METHODS)
 
 
-class _ReadAhead:
+def takes_all_states(loader: Any) -> bool:
+    """Whether a loader goes on from the states of all data-parallel ranks, however many there were."""
+    return callable(getattr(loader, "load_state_dicts", None))
+
+
+class ReadAhead:
     """Notes the state of a loader before each batch is fetched from it: the one before is in use then."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, reads_ahead: Callable[[], bool]) -> None:
         self.loader = loader
+        self._reads_ahead = reads_ahead
         self._before: Any = None
+        if takes_all_states(loader):  # the strategy looks for it on the object itself
+            self.load_state_dicts = self._load_state_dicts
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while unpickling
@@ -37,7 +49,7 @@ class _ReadAhead:
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
         while True:
-            self._before = self.loader.state_dict()
+            self._before = self.loader.state_dict() if self._reads_ahead() else None
             try:
                 batch = next(batches)
             except StopIteration:
@@ -46,9 +58,13 @@ class _ReadAhead:
 
     def state_dict(self) -> Any:
         """The loader's state after the batch in use."""
-        return self.loader.state_dict() if self._before is None else self._before
+        return self._before if self._before is not None and self._reads_ahead() else self.loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Go on where the state was taken."""
         self._before = None
         self.loader.load_state_dict(state)
+
+    def _load_state_dicts(self, states: list[Any]) -> None:
+        self._before = None
+        self.loader.load_state_dicts(states)

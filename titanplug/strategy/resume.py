@@ -3,17 +3,27 @@
 Lightning's checkpoint counts batches. What it doesn't know is kept beside it: the seed that orders the
 samples, and how many rows all data-parallel ranks read for a batch. With these a run continues under
 another number of ranks as long as the rows of a batch stay the same.
+
+A loader that keeps its own position (``state_dict`` and ``load_state_dict``) gets back what it saved on the
+same data-parallel rank. One that also has ``load_state_dicts(states)`` gets the states of all data-parallel
+ranks that saved, in their order, and can so go on under another number of them.
+
+A checkpoint in the middle of an accumulation window (after a validation there, by time, on an exception) has
+no gradients: the run goes on at the window's start. For that it holds what loaders' states were then.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 
 from titanplug.errors import ConfigError
+from titanplug.strategy.loader_states import batches_in_window, collect_states, load_states
 from titanplug.strategy.loaders import LockstepLoader, ShardedBatches, sharded_batches
 from titanplug.strategy.read_ahead import has_state
 
@@ -21,11 +31,16 @@ STATE_KEY = "titanplug"
 """Where a checkpoint keeps what :func:`data_state` returns."""
 
 
-def data_state(trainer: Trainer, seed: int) -> dict[str, Any]:
-    """What a checkpoint has to know of the data beyond Lightning's counts."""
+def data_state(trainer: Trainer, seed: int, size: int) -> dict[str, Any]:
+    """What a checkpoint has to know of the data beyond Lightning's counts; ``size`` data-parallel ranks."""
     loaders = _loaders(trainer)
     batches = [sharded_batches(loader) for loader in loaders]
-    return {"seed": seed, "global_batches": [b and list(b.global_batch) for b in batches]}
+    return {
+        "seed": seed,
+        "data_parallel": size,
+        "global_batches": [b and list(b.global_batch) for b in batches],
+        "batches_in_window": batches_in_window(trainer),
+    }
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
@@ -44,7 +59,13 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
             counts["completed"] = min(counts["completed"], counts["processed"])
 
 
-def continue_epoch(trainer: Trainer, saved: dict[str, Any], loader_states: list[Any]) -> None:
+def continue_epoch(
+    trainer: Trainer,
+    saved: dict[str, Any],
+    loader_states: list[Any],
+    size: int,
+    gather: Callable[[Any], list[Any]],
+) -> None:
     """Start the training of a resumed run at the batch after the last one that was run.
 
     Called when loaders and loops are set up, before the first batch. Does nothing where no checkpoint
@@ -52,16 +73,23 @@ def continue_epoch(trainer: Trainer, saved: dict[str, Any], loader_states: list[
 
     Args:
         trainer: the Trainer.
-        saved: what :func:`data_state` returned when the checkpoint was written.
-        loader_states: the states of loaders that have one.
+        saved: what :func:`data_state` returned when the checkpoint was written. Where the number of
+            data-parallel ranks is another one and their loaders' states differ, ``all_loader_states``
+            has them, by rank and loader.
+        loader_states: what this rank's loaders saved, of those that have a state.
+        size: data-parallel ranks.
+        gather: collects a value of each of them.
 
     Raises:
-        ConfigError: in the middle of an epoch, where a batch has another number of rows than it had.
+        ConfigError: in the middle of an epoch, where a batch has another number of rows than it had; or
+            a loader can't go on under another number of ranks.
     """
     fit: Any = trainer.fit_loop
     if fit._combined_loader is None or not fit.is_resuming:
         return
     progress = fit.epoch_loop.batch_progress
+    if batches := saved.get("batches_in_window", 0):
+        _go_back(fit, batches)
     # A batch that an exception cut off is run again, with the random numbers it had.
     progress.total.ready = progress.total.started = progress.total.processed
     consumed: int = progress.current.processed
@@ -73,7 +101,30 @@ def continue_epoch(trainer: Trainer, saved: dict[str, Any], loader_states: list[
         _begin_next_epoch(fit)
     elif is_over:
         _skip_to_epoch_end(fit)
-    _seek(trainer, 0 if is_over else consumed, loader_states, is_over)
+    else:
+        _validate_first(fit)
+    consumed = 0 if is_over else consumed
+    _seek(trainer, consumed)
+    everyones = collect_states(_loaders(trainer), saved, loader_states, size, gather)
+    load_states(_loaders(trainer), everyones, loader_states, size, begins=consumed == 0)
+    iter(fit._data_fetcher)
+    if all(sharded_batches(loader) is not None for loader in _loaders(trainer)):
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+
+
+def _go_back(fit: Any, batches: int) -> None:
+    """Let the loops go on some batches before the place where they were saved, in the same epoch."""
+    loop = fit.epoch_loop
+    progress = loop.batch_progress
+    progress.is_last_batch = False
+    for counts in (progress.total, progress.current):
+        start = counts.processed - batches
+        counts.ready = counts.started = counts.processed = counts.completed = start
+    # As if it had been saved after a validation: what was due before the window has been done.
+    loop.reset_restart_stage()
+    loop.val_loop.reset_restart_stage()
+    if not loop._should_accumulate():
+        loop._batches_that_stepped -= 1  # Lightning counts the batch before once more
 
 
 def _begin_next_epoch(fit: Any) -> None:
@@ -100,11 +151,20 @@ def _skip_to_epoch_end(fit: Any) -> None:
         loop.val_loop._has_run = True
 
 
-def _seek(trainer: Trainer, consumed: int, loader_states: list[Any], is_over: bool) -> None:
-    """Give every loader the epoch and the place in it, and start it anew."""
+def _validate_first(fit: Any) -> None:
+    """Let a validation run that was due when a batch's end was saved; Lightning would leave it out."""
+    loop = fit.epoch_loop
+    if loop.restarting and loop.restarted_on_train_batch_end and loop._should_check_val_fx(fit._data_fetcher):
+        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+        _Loop.restarting.fset(loop.val_loop, False)  # type: ignore[attr-defined]
+        if not loop._should_accumulate():
+            loop._batches_that_stepped -= 1  # it is counted before and after
+
+
+def _seek(trainer: Trainer, consumed: int) -> None:
+    """Give every loader the epoch, and the place in it where it has no state of its own."""
     fit: Any = trainer.fit_loop
-    loaders = _loaders(trainer)
-    for loader in loaders:
+    for loader in _loaders(trainer):
         batches = sharded_batches(loader)
         if isinstance(loader, LockstepLoader):
             loader.start = consumed
@@ -113,15 +173,6 @@ def _seek(trainer: Trainer, consumed: int, loader_states: list[Any], is_over: bo
         batches.sampler.set_epoch(fit.epoch_progress.current.processed)
         if not has_state(loader):
             batches.skip = _skipped(fit, batches, consumed)
-    # Lightning has made iterators already, which may have used up a loaded state; and it loads none
-    # where an epoch was over.
-    stateful = [loader for loader in loaders if has_state(loader)]
-    for loader, state in zip(stateful, loader_states, strict=False):
-        if not is_over or sharded_batches(loader) is None:
-            loader.load_state_dict(state)
-    iter(fit._data_fetcher)
-    if all(sharded_batches(loader) is not None for loader in loaders):
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
 
 
 def _skipped(fit: Any, batches: ShardedBatches, consumed: int) -> int:

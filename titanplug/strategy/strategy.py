@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from titanplug.checkpoint.background import Writer
 from titanplug.compat import (
     hide_warnings_of_lightning,
     let_collectives_end_before_exit,
@@ -54,8 +55,9 @@ from titanplug.strategy.pipeline_steps import PipelineSteps
 from titanplug.strategy.precision import build_precision, shard_options
 from titanplug.strategy.profiler import replace_idle_profiler
 from titanplug.strategy.refusals import validate_callbacks
+from titanplug.strategy.same_checkpoint import load_what_rank_0_found
 from titanplug.strategy.saving import Saving
-from titanplug.strategy.signals import GracefulStop
+from titanplug.strategy.signals import GracefulStop, Preempted, tell_preempted
 from titanplug.strategy.steps import Steps
 from titanplug.strategy.summary import show_whole_summary
 from titanplug.validation import ContextOptions, PipelineFacts, RunFacts, validate_run
@@ -107,6 +109,9 @@ class TitanStrategy(Optimization, Saving, OverRanks):
             the norm on the host in every step.
         check_peers: debug switch: in every step, ranks of the tensor axis must have read the same batch and
             hold the same gradients of replicated weights. Costs a few collectives and reads on the host.
+        save_in_background: go on training once a checkpoint's tensors are copied to host memory, which costs
+            that much memory, and write them meanwhile; one at a time. Errors are raised by the next save, or
+            at the end.
         process_group_backend: backend of torch.distributed; None: by device (NCCL or gloo).
         timeout_s: seconds after which a collective that some rank doesn't join fails.
 
@@ -142,6 +147,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         gradient_norm_type: float | str = 2.0,
         error_if_nonfinite: bool = False,
         check_peers: bool = False,
+        save_in_background: bool = False,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -179,7 +185,8 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         self._steps: Steps | None = None
         self._local_shards: dict[Optimizer, LocalShards] = {}
         self._after_exception = AfterException()
-        self._runs = 0
+        self._save_in_background = save_in_background
+        self._writer = Writer(save_in_background)
 
     def __repr__(self) -> str:
         """The degrees. A Trainer that can't take the strategy prints this."""
@@ -276,6 +283,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         validate_callbacks(trainer)
         self._setup_distributed()
         let_collectives_end_before_exit()
+        load_what_rank_0_found(trainer)
         self._after_exception = AfterException()
         if self._mesh is None:
             self._mesh = shared_mesh(self.parallel_dims, self.root_device.type)
@@ -324,8 +332,7 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         ):
             # Tensors made in inference mode can't take part in a later backward.
             loop.inference_mode = False
-        self._runs += 1
-        GracefulStop(trainer, str(self._runs))
+        GracefulStop(trainer)
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -476,11 +483,15 @@ class TitanStrategy(Optimization, Saving, OverRanks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # After the callbacks, which may save with all ranks. On SIGTERM every rank ends by itself.
+        self._end_saving()
+        if isinstance(exception, Preempted):
+            tell_preempted(exception, self._module.trainer)
         if isinstance(self._launcher, ScriptLauncher) and not isinstance(exception, SystemExit):
             self._launcher.end_children()
 
     @override
     def teardown(self) -> None:
+        self._end_saving()
         if self._steps is not None:
             self._steps.logs.uninstall()
         forget_sequences()

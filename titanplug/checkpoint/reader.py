@@ -5,20 +5,22 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
-from titanplug.strategy import checkpoint_state as states
-from titanplug.strategy.checkpoint_files import CheckpointError, require_plain_metadata
-from titanplug.strategy.checkpoint_stages import CheckpointNames
+from titanplug.checkpoint import state as states
+from titanplug.checkpoint.contents import load_plain
+from titanplug.checkpoint.files import META_FILE, Place
+from titanplug.checkpoint.names import CheckpointNames
+from titanplug.checkpoint.ranks import Ranks
+from titanplug.checkpoint.storage import ChecksumReader
+from titanplug.errors import CheckpointError
 
 MODEL_KEY = "state_dict"
 Position = tuple[int, int]
@@ -29,21 +31,29 @@ class CheckpointReader:
     """Reads the entries of one checkpoint directory.
 
     Args:
-        path: the directory.
+        place: the directory.
         weights_only: False allows any Python object.
-        alone: this process reads by itself, whether there are others or not.
+        ranks: who reads; alone, this process doesn't wait for others.
 
     Raises:
-        CheckpointError: the directory's records aren't those of a checkpoint.
+        CheckpointError: it is no checkpoint, or files are missing, cut off or altered.
     """
 
-    def __init__(self, path: Path, weights_only: bool | None, alone: bool = False) -> None:
-        self._path = path
+    def __init__(self, place: Place, weights_only: bool | None, ranks: Ranks) -> None:
+        place.require_checkpoint()
+        self._place = place
         self._weights_only = weights_only is not False
-        self._alone = alone or not dist.is_initialized()
-        self._files = dcp.FileSystemReader(path)
-        require_plain_metadata(path)
+        self._ranks = ranks
+        self._files = ChecksumReader(place)
+        if ranks.is_first:
+            self._files.require_whole()
         self._metadata: Metadata = self._files.read_metadata()
+
+    def read_rest(self) -> dict[str, Any]:
+        """What isn't tensors."""
+        content, path = self._files.read_file(META_FILE), self._place.file(META_FILE)
+        rest: dict[str, Any] = load_plain(io.BytesIO(content), path, self._weights_only)
+        return rest
 
     def read_model(
         self,
@@ -65,7 +75,7 @@ class CheckpointReader:
         wanted = states.model_state(module)
         found = set(states.names_under(MODEL_KEY, self._metadata)) | aliases.keys()
         if strict:
-            states.require_same_names([*wanted, *names.entries], found | extra.keys(), self._path)
+            states.require_same_names([*wanted, *names.entries], found | extra.keys(), str(self._place))
         tensors = {name: value for name, value in wanted.items() if name in found}
         self._fill({MODEL_KEY: {name: value for name, value in tensors.items() if name not in aliases}})
         for alias, name in sorted(aliases.items()):  # on all ranks: reading is a collective
@@ -97,23 +107,22 @@ class CheckpointReader:
         self._fill({key: entries})
         return entries
 
-    def read_loaders(self, position: Position, required: bool = True) -> Any:
-        """The states of this rank's loaders; None where none were saved."""
+    def read_loaders(self, position: Position) -> tuple[Any, list[Any]]:
+        """The states of the training loaders.
+
+        Returns:
+            Those of this rank, None where they can't be told; and where another number of data-parallel
+            ranks wrote them, those of all these ranks in order, else none.
+        """
         keys = states.loader_keys(self._metadata)
         own = states.loader_key(*position)
         if own in keys:
-            return self._unpack(own)
-        saved = [self._unpack(key) for key in keys]
-        if all(state == saved[0] for state in saved):
-            return saved[0] if saved else None  # they don't tell ranks apart
-        if not required:
-            return None
-        raise CheckpointError(
-            f"{self._path} holds the positions of the data loaders of {len(keys)} data-parallel ranks, "
-            f"now there are {position[1]}: each rank reads a share of its own, so the positions "
-            f"can't be handed over. Use {len(keys)} data-parallel ranks, or start a new run from the "
-            "saved weights."
-        )
+            return self._unpack(self.read_tensor(own)), []
+        packed = [self.read_tensor(key) for key in keys]
+        saved = [self._unpack(value) for value in packed]
+        if packed and all(torch.equal(value, packed[0]) for value in packed):
+            return saved[0], []  # they don't tell ranks apart
+        return None, saved
 
     def read_whole(self, key: str, names: list[str] | None = None) -> dict[str, Any]:
         """Entries below ``key`` as whole values, by name."""
@@ -122,15 +131,23 @@ class CheckpointReader:
         self._fill(entries)
         return {name: entries[f"{key}.{name}"] for name in names}
 
-    def _unpack(self, key: str) -> Any:
-        packed = self._room(key)
-        self._fill({key: packed})
+    def names_under(self, section: str) -> list[str]:
+        """Names of the entries below a section."""
+        return states.names_under(section, self._metadata)
+
+    def read_tensor(self, key: str) -> Tensor:
+        """One entry, whole."""
+        room = self._room(key)
+        self._fill({key: room})
+        return room
+
+    def _unpack(self, packed: Tensor) -> Any:
         buffer = io.BytesIO(packed.numpy().tobytes())
         try:
             return torch.load(buffer, weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"The states of the data loaders in {self._path} hold Python objects beyond tensors "
+                f"The states of the data loaders in {self._place} hold Python objects beyond tensors "
                 "and plain containers, which could run code when loaded. If you trust the "
                 "checkpoint, pass weights_only=False."
             ) from error
@@ -140,7 +157,7 @@ class CheckpointReader:
         entry = self._metadata.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(
-                f"{self._path}: {key} is not a tensor, but titanplug writes only tensors there. Use a "
+                f"{self._place}: {key} is not a tensor, but titanplug writes only tensors there. Use a "
                 "checkpoint that it wrote."
             )
         dtype = entry.properties.dtype
@@ -151,4 +168,9 @@ class CheckpointReader:
     def _fill(self, wanted: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(wanted, storage_reader=self._files, no_dist=self._alone)
+            dcp.load(
+                wanted,
+                storage_reader=self._files,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.size == 1,
+            )

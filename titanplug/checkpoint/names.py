@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanplug.errors import CheckpointError
 from titanplug.parallel.names import plain_name
 from titanplug.parallel.parallelize import Parallelized
-from titanplug.strategy.checkpoint_files import CheckpointError
 
 
 class CheckpointNames:

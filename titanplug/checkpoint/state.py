@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from titanplug.strategy.checkpoint_files import CheckpointError
-from titanplug.strategy.checkpoint_stages import CheckpointNames
+from titanplug.checkpoint.names import CheckpointNames
+from titanplug.errors import CheckpointError
 
 _LOADER_KEY = "loaders of data-parallel rank "
 
@@ -52,7 +51,7 @@ def shard_like(whole: Tensor, target: Any, name: str) -> Tensor:
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def require_same_names(wanted: Iterable[str], found: Iterable[str], path: Path) -> None:
+def require_same_names(wanted: Iterable[str], found: Iterable[str], path: str) -> None:
     """Check that a checkpoint has the entries of a module and no others.
 
     Raises:
@@ -200,8 +199,9 @@ def loader_key(rank: int, size: int) -> str:
 
 
 def loader_keys(metadata: Metadata) -> list[str]:
-    """Where all saved states of loaders are."""
-    return sorted(key for key in metadata.state_dict_metadata if key.startswith(_LOADER_KEY))
+    """Where all saved states of loaders are, by data-parallel rank."""
+    found = [key for key in metadata.state_dict_metadata if key.startswith(_LOADER_KEY)]
+    return sorted(found, key=lambda key: int(key.removeprefix(_LOADER_KEY).split()[0]))
 
 
 def loader_states(rest: dict[str, Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import io
 import re
 import sys
 import time
@@ -159,6 +160,52 @@ def let_collectives_end_before_exit() -> None:
     aborts (torch 2.13: "terminate called without an active exception").
     """
     atexit.register(time.sleep, _LAST_COLLECTIVE_S)
+
+
+def saved_values(content: memoryview, num_bytes: int) -> memoryview | None:
+    """The values of one tensor in what ``torch.save`` wrote of it, without a copy.
+
+    None where they aren't the only ones, as of a tensor subclass. ``torch.load`` can map a file only.
+    """
+    import torch
+
+    file: Any = _View(content)
+    reader: Any = torch._C.PyTorchFileReader(file)
+    if not num_bytes or not reader.has_record("data/0") or reader.has_record("data/1"):
+        return None
+    if reader.get_record_size("data/0") != num_bytes:
+        return None
+    begin = reader.get_record_offset("data/0")
+    return content[begin : begin + num_bytes]
+
+
+class _View(io.RawIOBase):
+    """Bytes in memory as a file."""
+
+    def __init__(self, content: memoryview) -> None:
+        super().__init__()
+        self._content = content
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        part = self._content[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class EarlierRun:
         folder = os.path.relpath(self.run_dir)
         if self.is_finished:
             return (
-                f"{folder} is finished; its last checkpoint is of step {self.step}. To train it further, raise "
-                "trainer.max_steps; for a new run, resume=null."
+                f"{folder} is finished; its last checkpoint is of step {self.step}. To train it further, "
+                "raise trainer.max_steps; for a new run, resume=null."
             )
         checkpoint = os.path.relpath(self.checkpoint, self.run_dir)
         return f"Continuing {folder} at step {self.step} ({checkpoint})."

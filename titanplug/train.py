@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanplug import attach, launch, resume
 from titanplug.config import find_conf, register_schemas
-from titanplug.config.checks import resolve_run
+from titanplug.config.checks import forget_first_weights, resolve_run
 from titanplug.config.errors import describe_config_error
 from titanplug.errors import ConfigError, TitanplugError
 
@@ -42,6 +42,8 @@ def train(config: dict[str, Any]) -> None:
     import lightning as L
     from hydra.utils import instantiate
 
+    if config["ckpt_path"] is not None:
+        forget_first_weights(config)
     L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule = instantiate(config["data"], _convert_="all")
     module = instantiate(config["module"], _convert_="all")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ NAMES = CheckpointNames(torch.nn.Module())  # for modules that are whole on a ra
 
 def save(checkpoint: dict[str, Any], path: PathOrUrl, position: tuple[int, int] = (0, 1)) -> None:
     ranks = Ranks()
-    directory.write(directory.take_snapshot(checkpoint, place_of(path), position, NAMES, ranks), ranks)
+    directory.write(directory.take_snapshot(checkpoint, path, position, NAMES, ranks), ranks)
 
 
 def load(
@@ -265,7 +264,7 @@ def test_metadata_is_read_without_running_code(tmp_path: Path) -> None:
     forged = b"cos\nsystem\n(S'touch " + str(path).encode() + b"/ran'\ntR."
     (path / ".metadata").write_bytes(forged)
     sums = storage.unpack_checksums((path / "checksums").read_bytes(), "")
-    sums["files"][".metadata"] = [len(forged), zlib.crc32(forged)]
+    sums["files"][".metadata"] = [len(forged), storage.checksum_of(forged)]
     (path / "checksums").write_bytes(storage.pack_checksums(sums))
     assert "system" in message_of(load, path, build())
     assert not (path / "ran").exists()

@@ -105,7 +105,7 @@ def save(path: Path, value: float, **rest: Any) -> None:
     nn.init.constant_(module.weight, value)
     content = {"state_dict": module.state_dict(), "global_step": int(value), **EMPTY, **rest}
     names = CheckpointNames(module)
-    directory.write(directory.take_snapshot(content, place_of(path), (0, 1), names, Ranks()), Ranks())
+    directory.write(directory.take_snapshot(content, path, (0, 1), names, Ranks()), Ranks())
 
 
 def value_of(path: Path) -> float:
@@ -209,7 +209,7 @@ def save_with_all(rank: int, world_size: int, path: Path, value: float, event: i
     content["loops"] = {"fit_loop": {"state_dict": {"combined_loader": [{"at": rank}]}}}
     names, ranks = CheckpointNames(module), Ranks()
     with at_event(event) as count:
-        snapshot = directory.take_snapshot(content, place_of(path), (rank, world_size), names, ranks)
+        snapshot = directory.take_snapshot(content, path, (rank, world_size), names, ranks)
         directory.write(snapshot, ranks)
         return count[0]
 

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.distributed import checkpoint_case
 from tests.distributed.case import build_trainer, whole
 from tests.harness import reference, run_ranks
 from titanplug.data import ByteTokenizer, PackedStream, RowFormat, StreamDataLoader
@@ -363,3 +364,22 @@ def test_a_run_goes_on_in_other_layouts(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_in_any_layouts(kind: str, seed: int, tmp_path: Path) -> None:
     across(random.Random(seed).choices([*LAYOUTS], k=4), kind, tmp_path, seed)
+
+
+def go_on_without_validations(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
+    """A validation at an epoch's last batch has saved, and the run that goes on has none."""
+    validated: dict[str, Any] = {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_epochs": 4}
+    keep = ModelCheckpoint(folder, save_last=True)
+    trainer = checkpoint_case.trainer_for(1, {}, callbacks=[keep], enable_checkpointing=True, **validated)
+    loader = checkpoint_case.loader(trainer.strategy)
+    trainer.fit(checkpoint_case.Module(), loader, loader)
+    assert trainer.global_step == 20
+    trainer = checkpoint_case.trainer_for(1, {}, max_epochs=8, max_steps=21)
+    loader = checkpoint_case.loader(trainer.strategy)
+    trainer.fit(checkpoint_case.Module(), loader, ckpt_path=folder / "last.ckpt")
+    return trainer.global_step, trainer.current_epoch
+
+
+def test_no_empty_epochs(tmp_path: Path) -> None:
+    (found,) = run_ranks(go_on_without_validations, 1, tmp_path, init_process_group=False)
+    assert found == (21, 5)

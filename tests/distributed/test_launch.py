@@ -303,7 +303,7 @@ SIGNALS = [
 
 @pytest.mark.parametrize(("signum", "target"), SIGNALS)
 def test_signals(signum: str, target: int, tmp_path: Path) -> None:
-    """SIGTERM or SIGUSR1 to either rank stops all after the same step, and they save; SIGINT just ends them."""
+    """SIGTERM or SIGUSR1 to a rank stops all after the same step, and they save; SIGINT just ends them."""
     path = script(tmp_path, "OPTIONS = {}\n" + textwrap.dedent(LONG))
     with started([sys.executable, str(path)]) as process:
         wait_for(process, tmp_path / "ready0", tmp_path / "ready1")

@@ -234,5 +234,5 @@ def test_slurm_requeues_as_lightning_does(tmp_path: Path) -> None:
 def test_one_process_ends_an_accumulation_window_first(tmp_path: Path) -> None:
     """The signal comes in the window's first batch; its gradients aren't saved."""
     options = {"accumulate_grad_batches": 2}
-    results = run_ranks(interrupted, 1, {}, tmp_path, ("SIGUSR1", 0, 2), options, init_process_group=False)
-    assert results == [(EXIT_PREEMPTED, 3, ["preempted.ckpt"])]
+    results = run_ranks(interrupted, 1, {}, tmp_path, ("SIGUSR1", 0, 1), options, init_process_group=False)
+    assert results == [(EXIT_PREEMPTED, 2, ["preempted.ckpt"])]

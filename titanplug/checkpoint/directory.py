@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from titanplug.checkpoint import state as states
 from titanplug.checkpoint.contents import load_plain, pack_meta
-from titanplug.checkpoint.files import Place
+from titanplug.checkpoint.files import PathOrUrl, Place, place_of
 from titanplug.checkpoint.names import CheckpointNames
 from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.reader import MODEL_KEY, CheckpointReader, Position
@@ -47,13 +47,13 @@ class Snapshot:
 
 
 def take_snapshot(
-    checkpoint: dict[str, Any], place: Place, position: Position, names: CheckpointNames, ranks: Ranks
+    checkpoint: dict[str, Any], path: PathOrUrl, position: Position, names: CheckpointNames, ranks: Ranks
 ) -> Snapshot:
     """Sort what Lightning gathered on this rank into what is written; a collective.
 
     Args:
         checkpoint: what ``Trainer.save_checkpoint`` gathered; it stays as it is.
-        place: where it shall appear; equal on all ranks. What is there will be replaced.
+        path: where it shall appear; equal on all ranks. What is there will be replaced.
         position: this rank's, for loaders with a state.
         names: of the module's parameters.
         ranks: who takes part.
@@ -61,7 +61,8 @@ def take_snapshot(
     Raises:
         CheckpointError: what is in its place is no checkpoint, or a state can't be saved.
     """
-    with ranks.agreed(f"preparing {place}"):
+    with ranks.agreed(f"preparing {path}"):
+        place = place_of(path)
         if ranks.is_first:
             place.require_free()
         rest = states.without_loader_states(checkpoint)
@@ -77,14 +78,28 @@ def take_snapshot(
             tensors[like_key(group)] = names.with_whole_names(values)
         if loaders := states.loader_states(checkpoint):
             tensors[states.loader_key(*position)] = states.pack(loaders)
-    with ranks.agreed(f"preparing {place}"):
-        rest[EXTRA] = names.whole_dict(extra)
-        rest[ALIASES] = names.whole_dict(aliases)
-        if OPTIMIZERS in rest:
-            rest[OPTIMIZERS] = [names.whole_optimizer(plain) for plain, _ in split]
-        if LIKE_PARAMETERS in rest:
-            rest[LIKE_PARAMETERS] = list(rest[LIKE_PARAMETERS])
-        return Snapshot(place, tensors, pack_meta(rest) if ranks.is_first else b"")
+        if not names.has_stages:
+            return Snapshot(place, tensors, _pack(rest, extra, aliases, split, names, ranks))
+    with ranks.agreed(f"preparing {path}"):  # stages speak with each other, once all have come here
+        return Snapshot(place, tensors, _pack(rest, extra, aliases, split, names, ranks))
+
+
+def _pack(
+    rest: dict[str, Any],
+    extra: dict[str, Any],
+    aliases: dict[str, str],
+    split: list[Any],
+    names: CheckpointNames,
+    ranks: Ranks,
+) -> bytes:
+    """What isn't tensors, of all stages, as bytes on rank 0."""
+    rest[EXTRA] = names.whole_dict(extra)
+    rest[ALIASES] = names.whole_dict(aliases)
+    if OPTIMIZERS in rest:
+        rest[OPTIMIZERS] = [names.whole_optimizer(plain) for plain, _ in split]
+    if LIKE_PARAMETERS in rest:
+        rest[LIKE_PARAMETERS] = list(rest[LIKE_PARAMETERS])
+    return pack_meta(rest) if ranks.is_first else b""
 
 
 def write(snapshot: Snapshot, ranks: Ranks) -> None:

@@ -45,6 +45,11 @@ class CheckpointNames:
         """Other names of this rank's shared weights, each with the one that it is saved by."""
         return self._aliases
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether several ranks hold different parts of the model."""
+        return self._group is not None
+
     def name_of(self, parameter: Tensor) -> str:
         """Name of one of this rank's parameters."""
         return self._by_id[id(parameter)]

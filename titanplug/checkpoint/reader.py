@@ -43,7 +43,6 @@ class CheckpointReader:
         place.require_checkpoint()
         self._place = place
         self._weights_only = weights_only is not False
-        self._ranks = ranks
         self._files = ChecksumReader(place)
         if ranks.is_first:
             self._files.require_whole()
@@ -78,8 +77,9 @@ class CheckpointReader:
             states.require_same_names([*wanted, *names.entries], found | extra.keys(), str(self._place))
         tensors = {name: value for name, value in wanted.items() if name in found}
         self._fill({MODEL_KEY: {name: value for name, value in tensors.items() if name not in aliases}})
-        for alias, name in sorted(aliases.items()):  # on all ranks: reading is a collective
-            self._fill({MODEL_KEY: {name: tensors[alias]} if alias in tensors else {}})
+        for alias, name in aliases.items():
+            if alias in tensors:
+                self._fill({MODEL_KEY: {name: tensors[alias]}})
         rest = {name: value for name, value in extra.items() if name in wanted}
         set_model_state_dict(module, tensors | rest, options=StateDictOptions(strict=strict))
 
@@ -168,9 +168,5 @@ class CheckpointReader:
     def _fill(self, wanted: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                wanted,
-                storage_reader=self._files,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.size == 1,
-            )
+            # Each rank knows what is where: nobody has to be asked.
+            dcp.load(wanted, storage_reader=self._files, no_dist=True)

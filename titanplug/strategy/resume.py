@@ -147,8 +147,17 @@ def _begin_next_epoch(fit: Any) -> None:
 def _skip_to_epoch_end(fit: Any) -> None:
     """Where all batches are over and no validation is due, only the epoch's end is left to do."""
     loop = fit.epoch_loop
-    if loop.restarting and not loop._should_check_val_fx(fit._data_fetcher):
-        loop.val_loop._has_run = True
+    if not loop.restarting or loop._should_check_val_fx(fit._data_fetcher):
+        return
+
+    def start(data_fetcher: Any) -> None:
+        del loop.on_run_start
+        loop.on_run_start(data_fetcher)
+        # The loop is over before its first batch, where it would note that it goes on no more; then all
+        # epochs after this one would be over too.
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+
+    loop.on_run_start = start
 
 
 def _validate_first(fit: Any) -> None:

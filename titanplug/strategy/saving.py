@@ -57,10 +57,8 @@ class Saving(OverRanks):
         self._running.share_states()
         checkpoint[STATE_KEY] = self._data.state()
         ranks = Ranks()
-        with ranks.agreed(f"preparing {path}"):
-            place = place_of(path)
         position = self.dp_rank, self.dp_size
-        snapshot = directory.take_snapshot(checkpoint, place, position, self._names, ranks)
+        snapshot = directory.take_snapshot(checkpoint, path, position, self._names, ranks)
         # A thread must not mix its collectives with those of this one.
         self._writer.write(snapshot, host_ranks() if self._save_in_background else ranks)
 

@@ -27,7 +27,7 @@ from titanplug.checkpoint import directory, files
 from titanplug.checkpoint.files import place_of
 from titanplug.checkpoint.names import CheckpointNames
 from titanplug.checkpoint.ranks import Ranks
-from titanplug.checkpoint.storage import ChecksumStream
+from titanplug.checkpoint.storage import ChecksumReader, ChecksumStream
 from titanplug.checkpoint.weights import read_checkpoint
 from titanplug.errors import CheckpointError
 from titanplug.strategy import TitanStrategy
@@ -195,6 +195,22 @@ def test_what_it_says_of_a_kill_is_true(tmp_path: Path) -> None:
             gone += not (tmp_path / "last.ckpt").exists()
     assert gone
     assert value_of(tmp_path / "last.ckpt") in (2, 3)
+
+
+def test_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading changes nothing."""
+    monkeypatch.setattr(sys.modules[__name__], "CALLS", [*CALLS, (ChecksumReader, "_read_part")])
+    path = tmp_path / "last.ckpt"
+    save(path, 1.0)
+
+    def content() -> dict[str, bytes]:
+        return {str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    before, number = content(), 0
+    while killed_at(number, lambda: value_of(path) and None):  # type: ignore[func-returns-value]
+        assert content() == before
+        number += 1
+    assert number >= 10 and value_of(path) == 1.0
 
 
 # ---------------------------------------------------------------------------------------

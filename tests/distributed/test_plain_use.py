@@ -16,6 +16,9 @@ from torch import Tensor
 from tests.distributed.checkpoint_case import Module, loader, train_and_save
 from tests.harness import reference, run_ranks
 from titanplug import consolidate
+from titanplug.checkpoint import directory
+from titanplug.checkpoint.names import CheckpointNames
+from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.weights import read_hyper_parameters, read_weights, write_weights
 from titanplug.errors import CheckpointError
 
@@ -75,6 +78,21 @@ def test_plain_state_dict(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path)
     require_equal(read_weights(whole), weights)
     with pytest.raises(CheckpointError, match="0 sets of averaged weights"):
         consolidate(path, tmp_path / "x.pt", weights_only=True, average=True)
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    """What WeightAverage keeps beside the weights."""
+    module = torch.nn.Linear(2, 1)
+    average = {name: value.detach() + 1 for name, value in module.named_parameters()}
+    content = {"state_dict": module.state_dict(), "parameter_like": {"WeightAverage": average}}
+    names, path = CheckpointNames(module), tmp_path / "a.ckpt"
+    directory.write(directory.take_snapshot(content, path, (0, 1), names, Ranks()), Ranks())
+    require_equal(read_weights(path), module.state_dict())
+    require_equal(read_weights(path, average=True), average)
+    for name, options in (("w.pt", {"weights_only": True}), ("w.safetensors", {}), ("whole.ckpt", {})):
+        file = consolidate(path, tmp_path / name, average=True, **options)  # type: ignore[arg-type]
+        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        require_equal(found.get("state_dict", found), average)
 
 
 def test_the_command(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:

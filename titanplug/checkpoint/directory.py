@@ -162,6 +162,7 @@ def load(
         CheckpointError: on all ranks. There is no checkpoint, or it isn't whole, or it doesn't fit.
     """
     with ranks.agreed(f"reading {place}"):
+        place.settle()
         if place.is_file():
             return _load_file(place, module, optimizers, names, strict, weights_only), []
         reader = CheckpointReader(place, weights_only, ranks)

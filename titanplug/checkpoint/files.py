@@ -79,6 +79,10 @@ class Place(ABC):
         """
 
     @abstractmethod
+    def settle(self) -> None:
+        """Before it is read or written: finish what a kill has cut off."""
+
+    @abstractmethod
     def begin(self) -> None:
         """Make the directory aside; what an interrupted save has left there is removed."""
 
@@ -132,7 +136,6 @@ class LocalPlace(Place):
             raise CheckpointError(f"{path} is a URL that has lost a slash. Give it as text, not as a Path.")
         self._path = path
         self._writing = path.parent / _WRITING
-        settle(path.parent)
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -158,7 +161,11 @@ class LocalPlace(Place):
     def require_free(self) -> None:  # noqa: D102
         self._require_free(self._path.is_dir() and any(self._path.iterdir()))
 
+    def settle(self) -> None:  # noqa: D102
+        settle(self._path.parent)
+
     def begin(self) -> None:  # noqa: D102
+        self.settle()
         shutil.rmtree(self._writing, ignore_errors=True)
         Path(self.aside).mkdir(parents=True)
 
@@ -242,6 +249,9 @@ class RemotePlace(Place):
 
     def require_free(self) -> None:  # noqa: D102
         self._require_free(bool(self._fs.isdir(self._path) and self._fs.ls(self._path)))
+
+    def settle(self) -> None:
+        """There are no renames."""
 
     def begin(self) -> None:  # noqa: D102
         self._delete(f"{self._parent}/{_WRITING}")

@@ -47,7 +47,7 @@ class SavedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: PathOrUrl, average: bool = False) -> None:
-        self._place = place_of(path)
+        self._place = _place_to_read(path)
         self._whole: dict[str, Any] | None = None
         self._averaged: dict[str, str] = {}
         if self._place.is_file():
@@ -100,7 +100,7 @@ def read_hyper_parameters(path: PathOrUrl) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint, or it is damaged.
     """
-    place = place_of(path)
+    place = _place_to_read(path)
     rest = _load_file(place) if place.is_file() else CheckpointReader(place, True, _ALONE).read_rest()
     found: dict[str, Any] = rest.get(_HYPER_PARAMETERS, {})
     return found
@@ -155,7 +155,7 @@ def read_checkpoint(
         CheckpointError: ``path`` is no checkpoint directory, or it is damaged.
     """
     with _ALONE.agreed(f"reading {path}"):
-        reader = CheckpointReader(place_of(path), weights_only, _ALONE)
+        reader = CheckpointReader(_place_to_read(path), weights_only, _ALONE)
         whole = reader.read_rest()
         whole[MODEL_KEY] = reader.read_whole(MODEL_KEY) | whole.pop(EXTRA)
         for alias, name in whole.pop(ALIASES, {}).items():
@@ -222,6 +222,12 @@ def consolidate(
         torch.save(content, aside)
     os.replace(aside, output)
     return output
+
+
+def _place_to_read(path: PathOrUrl) -> Place:
+    place = place_of(path)
+    place.settle()
+    return place
 
 
 def _load_file(place: Place) -> dict[str, Any]:

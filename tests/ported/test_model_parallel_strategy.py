@@ -286,7 +286,7 @@ def test_state_dict(tmp_path: Path) -> None:
 
     run_ranks(run, 2, init_process_group=False)
     path = tmp_path / "a.ckpt"
-    files = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+    files = {".metadata", "meta.pt", "checksums", "__0_0.distcp", "__1_0.distcp"}
     assert {file.name for file in path.iterdir()} == files
     meta = torch.load(path / "meta.pt", weights_only=True)
     assert "pytorch-lightning_version" in meta and "state_dict" not in meta

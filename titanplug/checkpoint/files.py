@@ -297,8 +297,12 @@ def settle(folder: Path) -> list[str]:
     Returns:
         Names of the checkpoints that are in their place again.
     """
-    restored = []
-    for old in (folder / _WRITING).glob(f"*{_OLD}"):
+    restored: list[str] = []
+    try:
+        names = os.listdir(folder / _WRITING)
+    except OSError:  # there is none, or a save has just ended
+        return restored
+    for old in (folder / _WRITING / name for name in names if name.endswith(_OLD)):
         path = folder / old.name.removesuffix(_OLD)
         if not os.path.lexists(path):
             with contextlib.suppress(OSError):  # another process has been faster

@@ -18,7 +18,7 @@ from tests.distributed.checkpoint_case import Module, train_and_save, trainer_fo
 from tests.harness import reference, run_ranks
 from titanplug.checkpoint import directory, files, storage
 from titanplug.checkpoint import state as states
-from titanplug.checkpoint.files import META_FILE, PathOrUrl, place_of
+from titanplug.checkpoint.files import META_FILE, PathOrUrl
 from titanplug.checkpoint.names import CheckpointNames
 from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.weights import consolidate
@@ -35,7 +35,7 @@ def save(checkpoint: dict[str, Any], path: PathOrUrl, position: tuple[int, int] 
 def load(
     path: PathOrUrl, module: nn.Module, position: tuple[int, int] = (0, 1), **options: Any
 ) -> dict[str, Any]:
-    return directory.load(place_of(path), module, [], position, NAMES, Ranks(), **options)[0]
+    return directory.load(path, module, [], position, NAMES, Ranks(), **options)[0]
 
 
 def build(value: float = 1.0) -> nn.Module:

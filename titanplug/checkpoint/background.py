@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from titanplug.checkpoint.directory import Snapshot, write
 from titanplug.checkpoint.ranks import Ranks
+from titanplug.parallel.gradients import local_tensor
+from titanplug.parallel.local_parameter import dtensor_like
 
 _log = logging.getLogger(__name__)
 
@@ -131,32 +133,18 @@ class HostCopies:
         held = self._held.get(path)
         if held is None or not _fits(held, value):
             held = _room_for(value)
-        _local(held).copy_(_local(value), non_blocking=True)
+        # Past DTensor: an operation on one costs more than copying a small tensor.
+        local_tensor(held).copy_(local_tensor(value).detach(), non_blocking=True)
         used[path] = held
         return held
 
 
-@torch.no_grad()
 def _room_for(value: Tensor) -> Tensor:
-    local = _local(value)
+    local = local_tensor(value)
     room = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-    if not isinstance(value, DTensor):
-        return room
-    # Not DTensor.from_local: it would move the room to the mesh's device.
-    return DTensor(room, value._spec, requires_grad=False)
+    return dtensor_like(room, value._spec) if isinstance(value, DTensor) else room
 
 
 def _fits(held: Tensor, value: Tensor) -> bool:
-    if isinstance(value, DTensor) != isinstance(held, DTensor) or held.shape != value.shape:
-        return False
-    same_layout = (
-        not isinstance(value, DTensor)
-        or not isinstance(held, DTensor)
-        or (held.placements == value.placements and held.device_mesh == value.device_mesh)
-    )
-    return same_layout and held.dtype == value.dtype and _local(held).shape == _local(value).shape
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    same_layout = getattr(held, "_spec", None) == getattr(value, "_spec", None)
+    return same_layout and held.dtype == value.dtype and local_tensor(held).shape == local_tensor(value).shape

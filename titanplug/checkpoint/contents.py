@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from titanplug.errors import CheckpointError
 
@@ -33,11 +34,16 @@ _RECORD_NAMES = (
 
 
 def pack_meta(rest: dict[str, Any]) -> bytes:
-    """What a file of ``torch.save`` holds. Warns where a load with ``weights_only=True`` will refuse it."""
+    """What a file of ``torch.save`` holds."""
     buffer = io.BytesIO()
     torch.save(plain(rest), buffer)
+    return buffer.getvalue()
+
+
+def warn_of_objects(content: bytes) -> None:
+    """Warn where a load of ``content`` with ``weights_only=True`` will refuse it."""
     try:
-        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
+        torch.load(io.BytesIO(content), weights_only=True)
     except pickle.UnpicklingError as error:
         warnings.warn(
             "The checkpoint holds Python objects beyond tensors and plain containers, so it can be loaded "
@@ -45,7 +51,6 @@ def pack_meta(rest: dict[str, Any]) -> bytes:
             "self.save_hyperparameters(ignore=[...]).",
             stacklevel=2,
         )
-    return buffer.getvalue()
 
 
 def plain(value: Any) -> Any:
@@ -101,18 +106,19 @@ def load_plain(source: Any, path: str, weights_only: bool | None, mapped: bool =
         raise CheckpointError(f"{path} can't be read: {error}. Use another checkpoint.") from error
 
 
-def require_plain_records(content: bytes, path: str) -> None:
-    """Check that torch's records, which it reads with pickle, hold nothing else.
+def load_records(content: bytes, path: str) -> Metadata:
+    """Torch's records of what is where, which are a pickle, with nothing but its own classes.
 
     Raises:
         CheckpointError: they name other classes or functions, which could run code when loaded.
     """
     try:
-        _RecordsUnpickler(io.BytesIO(content)).load()
+        records: Metadata = _RecordsUnpickler(io.BytesIO(content)).load()
     except Exception as error:
         raise CheckpointError(
             f"{path} can't be read as the records of a checkpoint: {error}. Don't use it."
         ) from error
+    return records
 
 
 class _RecordsUnpickler(pickle.Unpickler):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 
 from titanplug.checkpoint import state as states
-from titanplug.checkpoint.contents import load_plain, pack_meta
+from titanplug.checkpoint.contents import load_plain, pack_meta, warn_of_objects
 from titanplug.checkpoint.files import PathOrUrl, Place, place_of
 from titanplug.checkpoint.names import CheckpointNames
 from titanplug.checkpoint.ranks import Ranks
@@ -112,6 +112,7 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
     try:
         with ranks.agreed(f"writing {place}"):
             if ranks.is_first:
+                warn_of_objects(snapshot.meta)
                 place.begin()
         with ranks.agreed(f"writing {place}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -131,7 +132,7 @@ def write(snapshot: Snapshot, ranks: Ranks) -> None:
 
 
 def load(
-    place: Place,
+    path: PathOrUrl,
     module: nn.Module,
     optimizers: list[Optimizer],
     position: Position,
@@ -144,7 +145,7 @@ def load(
     """Read a checkpoint into ``module`` and ``optimizers``, whatever layout wrote it; a collective.
 
     Args:
-        place: a directory that :func:`write` made, or a file of one process's Lightning.
+        path: a directory that :func:`write` made, or a file of one process's Lightning.
         module: the laid-out module.
         optimizers: whose states to load; empty for evaluation.
         position: as in :func:`take_snapshot`.
@@ -161,8 +162,8 @@ def load(
     Raises:
         CheckpointError: on all ranks. There is no checkpoint, or it isn't whole, or it doesn't fit.
     """
-    with ranks.agreed(f"reading {place}"):
-        place.settle()
+    with ranks.agreed(f"reading {path}"):
+        place = place_to_read(path)
         if place.is_file():
             return _load_file(place, module, optimizers, names, strict, weights_only), []
         reader = CheckpointReader(place, weights_only, ranks)
@@ -186,6 +187,30 @@ def load(
     return rest, of_all
 
 
+def place_to_read(path: PathOrUrl) -> Place:
+    """Where a checkpoint is, once what a kill has cut off there is finished."""
+    place = place_of(path)
+    place.settle()
+    return place
+
+
+def read_file(place: Place, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint that is one file, as Lightning on one process writes it; tensors stay in a local one.
+
+    Raises:
+        CheckpointError: it is none, or it is damaged.
+    """
+    with place.open(place.name, "rb") as stream:
+        source = stream if "://" in place.name else place.name
+        whole = load_plain(source, place.name, weights_only, mapped=True)
+    if not isinstance(whole, dict) or not isinstance(whole.get(MODEL_KEY), dict):
+        raise CheckpointError(
+            f"{place} is no checkpoint of Lightning: it has no {MODEL_KEY!r}. Give a checkpoint directory, "
+            "or a file that Trainer.save_checkpoint wrote."
+        )
+    return whole
+
+
 def _load_file(
     place: Place,
     module: nn.Module,
@@ -194,9 +219,7 @@ def _load_file(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    with place.open(place.name, "rb") as stream:
-        source = stream if "://" in place.name else place.name
-        rest: dict[str, Any] = load_plain(source, place.name, weights_only, mapped=True)
+    rest = read_file(place, weights_only)
     whole = rest.pop(MODEL_KEY)
     wanted = states.model_state(module)
     if strict:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from titanplug.checkpoint.names import CheckpointNames
 from titanplug.errors import CheckpointError
+from titanplug.parallel.names import plain_name
 
 _LOADER_KEY = "loaders of data-parallel rank "
 
@@ -25,8 +25,11 @@ _LOADER_KEY = "loaders of data-parallel rank "
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
-    """Parameters and persistent buffers by name, sharded as they are."""
-    return get_model_state_dict(module)
+    """Parameters and persistent buffers by name, sharded as they are.
+
+    (torch's own function walks through the whole module for each name.)
+    """
+    return {plain_name(name): value for name, value in module.state_dict().items()}
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:

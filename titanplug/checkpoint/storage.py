@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from titanplug.checkpoint.contents import load_plain, require_plain_records
+from titanplug.checkpoint.contents import load_plain, load_records
 from titanplug.checkpoint.files import CHECKSUMS_FILE, META_FILE, RECORDS_FILE, Place
 from titanplug.compat import saved_values
 from titanplug.errors import CheckpointError
@@ -199,7 +199,7 @@ class ChecksumReader(FileSystemReader):
             raise CheckpointError(f"{path} isn't what was written, the checksums. {REMEDY}") from error
 
     def require_whole(self) -> None:
-        """Check that every file is there and as long as it was written, and the small ones altogether.
+        """Check that every file is there and as long as it was written.
 
         Raises:
             CheckpointError: with the first that isn't.
@@ -212,8 +212,6 @@ class ChecksumReader(FileSystemReader):
                 raise CheckpointError(
                     f"{self._place.file(name)} {what}, {size:,} bytes were written. {REMEDY}"
                 )
-        for name in self._files:
-            self.read_file(name)
 
     def read_file(self, name: str) -> bytes:
         """Content of one of the files that aren't tensors.
@@ -229,13 +227,10 @@ class ChecksumReader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is not None:
-            return self._metadata
-        content = self.read_file(RECORDS_FILE)
-        require_plain_records(content, self._place.file(RECORDS_FILE))
-        metadata: Metadata = pickle.loads(content)
-        self._metadata = metadata
-        return metadata
+        if self._metadata is None:
+            content = self.read_file(RECORDS_FILE)
+            self._metadata = load_records(content, self._place.file(RECORDS_FILE))
+        return self._metadata
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titanplug.checkpoint import state as states
-from titanplug.checkpoint.contents import load_plain, pack_meta
+from titanplug.checkpoint.contents import pack_meta
 from titanplug.checkpoint.directory import (
     ALIASES,
     EXTRA,
@@ -24,11 +24,14 @@ from titanplug.checkpoint.directory import (
     Snapshot,
     like_key,
     optimizer_key,
+    place_to_read,
+    read_file,
     write,
 )
 from titanplug.checkpoint.files import PathOrUrl, Place, place_of
 from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.reader import MODEL_KEY, CheckpointReader
+from titanplug.compat import require_extra
 from titanplug.errors import CheckpointError
 
 _ALONE = Ranks(alone=True)
@@ -47,11 +50,10 @@ class SavedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: PathOrUrl, average: bool = False) -> None:
-        self._place = _place_to_read(path)
+        self._place = place_to_read(path)
         self._whole: dict[str, Any] | None = None
-        self._averaged: dict[str, str] = {}
         if self._place.is_file():
-            self._whole = _load_file(self._place)
+            self._whole = read_file(self._place, True)
             self.rest = {key: value for key, value in self._whole.items() if key != MODEL_KEY}
             groups = self._whole.get(LIKE_PARAMETERS, {})
             self._names = {name: name for name in self._whole[MODEL_KEY]}
@@ -66,6 +68,12 @@ class SavedWeights(Mapping[str, Tensor]):
             self._names |= {name: f"{section}.{name}" for name in self._reader.names_under(section)}
         for alias, name in self.rest.get(ALIASES, {}).items():
             self._names[alias] = self._names[name]
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """What ``save_hyperparameters`` kept."""
+        found: dict[str, Any] = self.rest.get(_HYPER_PARAMETERS, {})
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor; a KeyError where there is none of that name."""
@@ -100,10 +108,7 @@ def read_hyper_parameters(path: PathOrUrl) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint, or it is damaged.
     """
-    place = _place_to_read(path)
-    rest = _load_file(place) if place.is_file() else CheckpointReader(place, True, _ALONE).read_rest()
-    found: dict[str, Any] = rest.get(_HYPER_PARAMETERS, {})
-    return found
+    return read_weights(path).hyper_parameters
 
 
 def write_weights(path: PathOrUrl, tensors: Mapping[str, Tensor], hyper_parameters: dict[str, Any]) -> None:
@@ -155,15 +160,17 @@ def read_checkpoint(
         CheckpointError: ``path`` is no checkpoint directory, or it is damaged.
     """
     with _ALONE.agreed(f"reading {path}"):
-        reader = CheckpointReader(_place_to_read(path), weights_only, _ALONE)
+        reader = CheckpointReader(place_to_read(path), weights_only, _ALONE)
         whole = reader.read_rest()
         whole[MODEL_KEY] = reader.read_whole(MODEL_KEY) | whole.pop(EXTRA)
         for alias, name in whole.pop(ALIASES, {}).items():
             whole[MODEL_KEY][alias] = whole[MODEL_KEY][name]
         for index, plain in enumerate(whole.get(OPTIMIZERS, [])):
+            keys = [f"{name}.{key}" for name, found in plain["tensors"].items() for key in found]
+            read = reader.read_whole(optimizer_key(index), keys)
             tensors = {
-                name: reader.read_whole(f"{optimizer_key(index)}.{name}", keys)
-                for name, keys in plain["tensors"].items()
+                name: {key: read[f"{name}.{key}"] for key in found}
+                for name, found in plain["tensors"].items()
             }
             groups = [group["params"] for group in plain["param_groups"]]
             named = states.join_tensors(plain, tensors)
@@ -213,31 +220,16 @@ def consolidate(
             content[MODEL_KEY] |= _average_of(content.get(LIKE_PARAMETERS, {}), place_of(path))
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f".{output.name}.writing")
-    if as_safetensors:
-        from titanplug.compat import require_extra
-
-        distinct = {name: value.clone() for name, value in content.items()}  # it takes no shared memory
-        require_extra("safetensors.torch", "hf").save_file(distinct, aside, metadata={"format": "pt"})
-    else:
-        torch.save(content, aside)
-    os.replace(aside, output)
+    try:
+        if as_safetensors:
+            distinct = {name: value.clone() for name, value in content.items()}  # it takes no shared memory
+            require_extra("safetensors.torch", "hf").save_file(distinct, aside, metadata={"format": "pt"})
+        else:
+            torch.save(content, aside)
+        os.replace(aside, output)
+    finally:
+        aside.unlink(missing_ok=True)
     return output
-
-
-def _place_to_read(path: PathOrUrl) -> Place:
-    place = place_of(path)
-    place.settle()
-    return place
-
-
-def _load_file(place: Place) -> dict[str, Any]:
-    whole = load_plain(place.name, place.name, True, mapped=True)
-    if not isinstance(whole, dict) or not isinstance(whole.get(MODEL_KEY), dict):
-        raise CheckpointError(
-            f"{place} is no checkpoint of Lightning: it has no {MODEL_KEY!r}. Give a checkpoint directory, "
-            "or a file that Trainer.save_checkpoint wrote."
-        )
-    return whole
 
 
 def _average_of(groups: Mapping[str, dict[str, Tensor]], place: Place) -> dict[str, Tensor]:

@@ -71,16 +71,13 @@ class Saving(OverRanks):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         if weights_only is None and isinstance(launcher, ScriptLauncher):
             weights_only = launcher.weights_only
-        ranks = Ranks()
-        with ranks.agreed(f"reading {path}"):
-            place = place_of(path)
         rest, states_of_all = directory.load(
-            place,
+            path,
             module,
             self.optimizers if fitting else [],
             (self.dp_rank, self.dp_size),
             self._names,
-            ranks,
+            Ranks(),
             strict=module.strict_loading,
             weights_only=weights_only,
         )

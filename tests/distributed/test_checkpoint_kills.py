@@ -180,6 +180,7 @@ def test_killed_at_every_event(
         assert not (folder / ".writing").exists()
         shutil.rmtree(folder)
     assert not lost
+    print(f"{len(numbers)} kills of {total}, {len(lost)} checkpoints lost")
 
 
 def test_what_it_says_of_a_kill_is_true(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from titanplug.errors import TitanplugError
+
+Result = TypeVar("Result")
 
 _EXAMPLES = """\
 examples:
@@ -34,9 +36,14 @@ def main(arguments: Sequence[str]) -> None:
 
     from titanplug.checkpoint.weights import consolidate
 
-    try:
-        output = consolidate(given.checkpoint, given.file, weights_only=given.weights, average=given.average)
-    except (TitanplugError, OSError) as error:
-        print(f"titanplug: {error}", file=sys.stderr)
-        sys.exit(2)
+    options = {"weights_only": given.weights, "average": given.average}
+    output = run_command(parser, lambda: consolidate(given.checkpoint, given.file, **options))
     print(f"{output}: {output.stat().st_size / 2**20:.1f} MiB")
+
+
+def run_command(parser: argparse.ArgumentParser, work: Callable[[], Result]) -> Result:
+    """Do the work of a command; exit code 2 and one message where it can't be done."""
+    try:
+        return work()
+    except (TitanplugError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")

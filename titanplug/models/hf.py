@@ -7,12 +7,14 @@ transformers is not needed: a configuration is read from its object or from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from titanplug.errors import ConfigError
 from titanplug.models.config import RopeScaling, TransformerConfig
+
+Entry = TypeVar("Entry")
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of Hugging Face that :func:`config_from_hf` reads."""
@@ -322,9 +324,8 @@ def state_dict_from_hf(state: Mapping[str, Tensor], config: TransformerConfig) -
     Raises:
         ConfigError: names that no parameter corresponds to.
     """
-    # Llama 2 files hold the rotary frequencies, which are computed here.
-    weights = {name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")}
-    renamed = _renamed(weights, name_from_hf)
+    renamed, unknown = entries_from_hf(state)
+    _require_known(unknown)
     if config.tie_embeddings and "tok_embeddings.weight" in renamed:
         renamed.setdefault("output.weight", renamed["tok_embeddings.weight"])
     return renamed
@@ -336,19 +337,38 @@ def state_dict_to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ConfigError: names that are no parameter of the Transformer.
     """
-    return _renamed(state, name_to_hf)
+    renamed, unknown = _renamed(state, name_to_hf)
+    _require_known(unknown)
+    return renamed
 
 
-def _renamed(state: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+def entries_from_hf(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """What files of Hugging Face hold, whatever stands for it, under our names; and names that have none."""
+    # Llama 2 files hold the rotary frequencies, which are computed here.
+    weights = {name: entry for name, entry in entries.items() if not is_computed(name)}
+    return _renamed(weights, name_from_hf)
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor of Hugging Face's files is one that isn't a weight here."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _renamed(
+    entries: Mapping[str, Entry], rename: Callable[[str], str]
+) -> tuple[dict[str, Entry], list[str]]:
     renamed, unknown = {}, []
-    for name, value in state.items():
+    for name, entry in entries.items():
         try:
-            renamed[rename(name)] = value
+            renamed[rename(name)] = entry
         except (KeyError, ValueError):
             unknown.append(name)
+    return renamed, unknown
+
+
+def _require_known(unknown: list[str]) -> None:
     if unknown:
         raise ConfigError(
             f"the state dict has names that belong to no parameter here: {', '.join(unknown)}. It "
             f"can be converted for the model types {', '.join(SUPPORTED)}. Use one of these."
         )
-    return renamed

@@ -11,10 +11,16 @@ from pathlib import Path
 
 import torch
 
-from titanplug.errors import ConfigError, TitanplugError
+from titanplug.checkpoint.command import run_command
+from titanplug.errors import ConfigError
 from titanplug.models import hf_files
 from titanplug.models.hf import SUPPORTED
-from titanplug.models.initial_weights import checkpoint_entries, open_weights, saved_config
+from titanplug.models.initial_weights import (
+    checkpoint_entries,
+    open_checkpoint,
+    open_weights,
+    saved_config,
+)
 from titanplug.models.lazy_weights import EMBEDDING, OUTPUT, LazyWeights, fit_to_model
 
 KEPT_FOLDER = "hf"
@@ -100,7 +106,8 @@ def export_checkpoint(
         ConfigError: the checkpoint isn't of a LanguageModel, ``target`` has files, or the family doesn't fit.
         CheckpointError: it is no checkpoint, or it is damaged.
     """
-    config = saved_config(checkpoint)
+    saved = open_checkpoint(checkpoint, average)
+    config = saved_config(saved)
     if config is None:
         raise ConfigError(
             f"{checkpoint} doesn't hold the configuration of a Transformer among its hyper-parameters, so "
@@ -109,7 +116,7 @@ def export_checkpoint(
     if tokenizer is not None and not any((tokenizer / name).is_file() for name in hf_files.COMPANIONS):
         raise ConfigError(f"{tokenizer} has no files of a tokenizer. Give a directory that has some.")
     kept = Path(checkpoint) / KEPT_FOLDER
-    entries = fit_to_model(checkpoint_entries(checkpoint, average), config, checkpoint)
+    entries = fit_to_model(checkpoint_entries(saved), config, checkpoint)
     hf_files.write_directory(
         target,
         config,
@@ -156,7 +163,8 @@ def import_main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("target", metavar="OUT", type=Path, help="the checkpoint directory to write")
     given = parser.parse_args(arguments)
-    _run(parser, given.target, lambda: import_directory(given.source, given.target, _tell))
+    run_command(parser, lambda: import_directory(given.source, given.target, _tell))
+    print(f"wrote {given.target}")
 
 
 def export_main(arguments: Sequence[str]) -> None:
@@ -192,9 +200,8 @@ def export_main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--average", action="store_true", help="the weights that WeightAverage averaged")
     given = parser.parse_args(arguments)
-    _run(
+    run_command(
         parser,
-        given.target,
         lambda: export_checkpoint(
             given.checkpoint,
             given.target,
@@ -206,14 +213,7 @@ def export_main(arguments: Sequence[str]) -> None:
             tell=_tell,
         ),
     )
-
-
-def _run(parser: argparse.ArgumentParser, target: Path, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except TitanplugError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    print(f"wrote {target}")
+    print(f"wrote {given.target}")
 
 
 def _tell(line: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanplug.errors import ConfigError
 from titanplug.models import hf_files
@@ -20,6 +20,9 @@ from titanplug.models.lazy_weights import (
     safetensors_entries,
     torch_entries,
 )
+
+if TYPE_CHECKING:
+    from titanplug.checkpoint.weights import SavedWeights
 
 # What doesn't change what the weights mean.
 _FREE = ("max_seq_len", "init_std", "depth_scaled_init", "init_from")
@@ -38,7 +41,7 @@ def config_from_directory(init_from: str, max_seq_len: int | None = None) -> Tra
         ConfigError: there is no such directory, or the Transformer here has no such model.
     """
     if _is_checkpoint(init_from):
-        found = saved_config(init_from)
+        found = saved_config(open_checkpoint(init_from))
         if found is None:
             raise ConfigError(
                 f"{init_from} doesn't hold the configuration of its model: no LanguageModel wrote it. Give "
@@ -65,11 +68,24 @@ def open_weights(config: TransformerConfig) -> LazyWeights:
     return LazyWeights(fit_to_model(entries, config, source))
 
 
-def saved_config(checkpoint: str) -> TransformerConfig | None:
-    """The configuration among a checkpoint's hyper-parameters; None where it isn't there."""
-    from titanplug.checkpoint.weights import read_hyper_parameters
+def open_checkpoint(checkpoint: str, average: bool = False) -> SavedWeights:
+    """A checkpoint directory of titanplug, or a file of Lightning.
 
-    fields = read_hyper_parameters(checkpoint).get("config")
+    Args:
+        checkpoint: its path.
+        average: the averaged weights.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or it is damaged, or it holds no averages.
+    """
+    from titanplug.checkpoint.weights import read_weights
+
+    return read_weights(checkpoint, average=average)
+
+
+def saved_config(checkpoint: SavedWeights) -> TransformerConfig | None:
+    """The configuration among a checkpoint's hyper-parameters; None where it isn't there."""
+    fields = checkpoint.hyper_parameters.get("config")
     known = set(TransformerConfig.__dataclass_fields__)
     if not isinstance(fields, Mapping) or "num_layers" not in fields or not set(fields) <= known:
         return None
@@ -79,7 +95,8 @@ def saved_config(checkpoint: str) -> TransformerConfig | None:
 def _open(source: str) -> tuple[dict[str, Entry], TransformerConfig | None]:
     """What the files hold, and the model they say they are of."""
     if _is_checkpoint(source):
-        return checkpoint_entries(source), saved_config(source)
+        weights = open_checkpoint(source)
+        return checkpoint_entries(weights), saved_config(weights)
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / hf_files.CONFIG_FILE).is_file():
@@ -106,21 +123,13 @@ def _is_checkpoint(source: str) -> bool:
     return (Path(source).expanduser() / ".metadata").is_file()
 
 
-def checkpoint_entries(checkpoint: str, average: bool = False) -> dict[str, Entry]:
-    """A checkpoint's tensors below ``model.``, the others left out; by the Transformer's names.
-
-    Args:
-        checkpoint: a checkpoint directory of titanplug, or a file of Lightning.
-        average: the averaged weights.
-    """
-    from titanplug.checkpoint.weights import read_weights
-
-    saved = read_weights(checkpoint, average=average)
+def checkpoint_entries(checkpoint: SavedWeights) -> dict[str, Entry]:
+    """A checkpoint's tensors below ``model.``, the others left out; by the Transformer's names."""
 
     def entry(name: str) -> Entry:
-        return Entry(lambda: saved[name])
+        return Entry(lambda: checkpoint[name])
 
-    return {name.removeprefix(_MODEL): entry(name) for name in saved if name.startswith(_MODEL)}
+    return {name.removeprefix(_MODEL): entry(name) for name in checkpoint if name.startswith(_MODEL)}
 
 
 def _require_same(config: TransformerConfig, of: TransformerConfig, source: str) -> None:

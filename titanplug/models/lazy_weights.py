@@ -14,11 +14,10 @@ from torch import Tensor
 from titanplug.compat import require_extra
 from titanplug.errors import ConfigError
 from titanplug.models.config import TransformerConfig
-from titanplug.models.hf import name_from_hf
+from titanplug.models.hf import entries_from_hf, is_computed
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 _HF_EMBEDDING = "model.embed_tokens.weight"
-_HF_COMPUTED = "rotary_emb.inv_freq"  # Llama 2 files hold the rotary frequencies, which are computed here
 _PREFIX = "model."  # of a LightningModule's names
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _NUM_SHOWN = 8
@@ -88,7 +87,7 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
         with safetensors.safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 part = file.get_slice(name)
-                if part.get_dtype() not in _DTYPES and not name.endswith(_HF_COMPUTED):
+                if part.get_dtype() not in _DTYPES and not is_computed(name):
                     odd.append(f"{name} ({part.get_dtype()})")
                 entries[name] = Entry(_SafetensorsReader(path, name), tuple(part.get_shape()))
     except safetensors.SafetensorError as error:
@@ -201,14 +200,7 @@ def _own_names(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str
     found: dict[str, Entry] = {}
     unknown: list[str] = []
     if _HF_EMBEDDING in entries:
-        for name, entry in entries.items():
-            if name.endswith(_HF_COMPUTED):
-                continue
-            try:
-                found[name_from_hf(name)] = entry
-            except (KeyError, ValueError):
-                unknown.append(name)
-        return found, unknown
+        return entries_from_hf(entries)
     if EMBEDDING in entries:
         return dict(entries), unknown
     for name, entry in entries.items():

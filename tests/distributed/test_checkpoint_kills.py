@@ -252,6 +252,7 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
             tried += 1
             assert value_of(path) in (value, value + 1), (rank, event)
     assert tried >= 20
+    print(f"{tried} kills of {sum(counts)}")
     run_ranks(save_with_all, 2, path, 99.0, None)
     assert value_of(path) == 99.0
     assert {entry.name for entry in tmp_path.iterdir()} == {"last.ckpt"}

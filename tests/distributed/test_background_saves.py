@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.distributed.test_checkpoint_files import build, content, save
 from tests.harness import run_ranks
 from titanplug.checkpoint import background, directory, files
 from titanplug.checkpoint.background import HostCopies
@@ -250,6 +251,9 @@ def test_remote_folders(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"last.ckpt", "step=3.ckpt"}
     for name in ("last.ckpt", "step=3.ckpt"):
         assert read_checkpoint(f"shared://{folder}/{name}")["global_step"] == 3
+    (folder / "step=3.ckpt" / "__9_0.distcp").touch()  # of an earlier save with more ranks
+    save(content(build()), f"shared://{folder}/step=3.ckpt")
+    assert "__9_0.distcp" not in {file.name for file in (folder / "step=3.ckpt").iterdir()}
     (folder / "last.ckpt" / "checksums").unlink()  # a kill while it was put in place
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         read_checkpoint(f"shared://{folder}/last.ckpt")

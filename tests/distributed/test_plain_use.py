@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.distributed.checkpoint_case import Module, loader, train_and_save
 from tests.harness import reference, run_ranks
 from titanplug import consolidate
-from titanplug.checkpoint import directory
+from titanplug.checkpoint import directory, storage
+from titanplug.checkpoint import state as states
 from titanplug.checkpoint.names import CheckpointNames
 from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.weights import read_hyper_parameters, read_weights, write_weights
@@ -157,6 +159,22 @@ def test_damage_is_found(what: str, saved: tuple[Path, dict[str, Tensor]], tmp_p
         assert named in message or what == "sums"
     with pytest.raises(CheckpointError, match="load an earlier one"):
         consolidate(path, tmp_path / "x.pt", weights_only=what != "byte")
+
+
+def test_any_damage_of_the_checksums_is_found(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    content = (saved[0] / "checksums").read_bytes()
+    storage.unpack_checksums(content, "")
+    for position in range(0, len(content), len(content) // 50):
+        altered = bytearray(content)
+        altered[position] ^= 1
+        with pytest.raises(ValueError):
+            storage.unpack_checksums(bytes(altered), "")
+
+
+def test_states_of_loaders_are_in_the_order_of_ranks() -> None:
+    keys = [states.loader_key(rank, 12) for rank in range(12)]
+    metadata = Metadata(dict.fromkeys(reversed(keys)))  # type: ignore[arg-type]
+    assert states.loader_keys(metadata) == keys
 
 
 def train_and_load(path: Path, world_size: int) -> None:

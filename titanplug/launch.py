@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -230,8 +229,15 @@ def run_task(task: str, config: dict[str, Any], rank: int) -> None:
 
 def write_log(run_dir: Path, text: str) -> None:
     """Add a line to ``run.log`` that was printed in another way."""
-    with (run_dir / LOG_FILE).open("a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 INFO titanplug: {text}\n")
+    handler = _log_file(run_dir)
+    handler.emit(logging.LogRecord("titanplug", logging.INFO, __file__, 0, text, None, None))
+    handler.close()
+
+
+def _log_file(run_dir: Path) -> logging.Handler:
+    handler = logging.FileHandler(run_dir / LOG_FILE)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler
 
 
 def configure_logging(run_dir: Path, rank: int) -> None:
@@ -245,9 +251,7 @@ def configure_logging(run_dir: Path, rank: int) -> None:
     console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     handlers: list[logging.Handler] = [console]
     if rank == 0:
-        file = logging.FileHandler(run_dir / LOG_FILE)
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        handlers.append(file)
+        handlers.append(_log_file(run_dir))
         # Lightning's own use of torch, which its user can't change.
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     else:

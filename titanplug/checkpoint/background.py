@@ -117,24 +117,40 @@ class HostCopies:
             beside the host.
         """
         used: dict[tuple[str, ...], Tensor] = {}
-        copied = self._copy(tensors, (), used)
+        rooms: list[Tensor] = []
+        sources: list[Tensor] = []
+        copied = self._collect(tensors, (), used, rooms, sources)
         self._held = used
+        with torch.no_grad():
+            torch._foreach_copy_(rooms, sources, non_blocking=True)
         if not torch.cuda.is_available() or not torch.cuda.is_initialized():
             return copied, lambda: None
         event = torch.cuda.Event()
         event.record()
         return copied, event.synchronize
 
-    def _copy(self, value: Any, path: tuple[str, ...], used: dict[tuple[str, ...], Tensor]) -> Any:
+    def _collect(
+        self,
+        value: Any,
+        path: tuple[str, ...],
+        used: dict[tuple[str, ...], Tensor],
+        rooms: list[Tensor],
+        sources: list[Tensor],
+    ) -> Any:
+        """The same dicts with the tensors of ``used``; ``sources`` are to be copied into ``rooms``."""
         if isinstance(value, dict):
-            return {key: self._copy(item, (*path, str(key)), used) for key, item in value.items()}
+            return {
+                key: self._collect(item, (*path, str(key)), used, rooms, sources)
+                for key, item in value.items()
+            }
         if not isinstance(value, Tensor):
             return value
         held = self._held.get(path)
         if held is None or not _fits(held, value):
             held = _room_for(value)
         # Past DTensor: an operation on one costs more than copying a small tensor.
-        local_tensor(held).copy_(local_tensor(value).detach(), non_blocking=True)
+        rooms.append(local_tensor(held))
+        sources.append(local_tensor(value))
         used[path] = held
         return held
 

@@ -26,19 +26,18 @@ class CheckpointNames:
         self._group = None if layout is None or layout.pipeline is None else layout.mesh.group("pp")
         aliases = {} if self._stages is None else {t.alias: t.name for t in self._stages.tied if t.alias}
         self._aliases = {alias: name for alias, name in aliases.items() if alias != name}
-        firsts: dict[int, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            own = plain_name(name)
-            first = firsts.setdefault(id(parameter), aliases.get(own, own))
-            if own != first:
-                self._aliases[own] = first
         self._parameters: dict[str, nn.Parameter] = {}
         self._own_names: dict[str, str] = {}
-        for name, parameter in module.named_parameters():
+        self._by_id: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             own = plain_name(name)
-            self._parameters[aliases.get(own, own)] = parameter
-            self._own_names[aliases.get(own, own)] = own
-        self._by_id = {id(parameter): name for name, parameter in self._parameters.items()}
+            first = self._by_id.get(id(parameter))
+            if first is None:
+                first = self._by_id[id(parameter)] = aliases.get(own, own)
+                self._parameters[first] = parameter
+                self._own_names[first] = own
+            if own != first:
+                self._aliases[own] = first
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Children:
         environments: by global rank.
         cwd: working directory.
         world_size: number of all ranks, for messages.
+        folder: for the errors of ranks, a new one; removed at the end.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Children:
         environments: Mapping[int, Mapping[str, str]],
         cwd: str | None,
         world_size: int,
+        folder: Path | None = None,
     ) -> None:
         self._world_size = world_size
-        self._error_dir = Path(tempfile.mkdtemp(prefix="titanplug-"))
+        self._error_dir = folder or new_folder()
         own = {ERROR_DIR_VARIABLE: str(self._error_dir), PARENT_VARIABLE: str(os.getpid())}
         os.environ[ERROR_DIR_VARIABLE] = own[ERROR_DIR_VARIABLE]
         self._processes = {
@@ -92,6 +94,28 @@ class Children:
             if process.poll() is None:
                 process.kill()  # SIGTERM doesn't end a rank that is stuck in a collective
         self._wait(None)
+
+    def close(self, has_failed: bool) -> RankError | None:
+        """End with the job that they run, of several in this process.
+
+        Args:
+            has_failed: whether it has failed on this rank; else the others are left to end by themselves.
+
+        Returns:
+            What another rank has failed with after this one was done.
+        """
+        if has_failed and not self.ended.is_set():
+            self.end()
+        self._leave_group()
+        self._wait(None)
+        self.ended.set()
+        self._note_deaths()
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._print_error
+        atexit.unregister(self._at_exit)
+        cause = self.find_cause() if self._died and not has_failed else None
+        shutil.rmtree(self._error_dir, ignore_errors=True)
+        return cause
 
     def find_cause(self) -> RankError | None:
         """The error of the rank that failed first, once :meth:`end` has run; None if it was this one."""
@@ -166,15 +190,23 @@ class Children:
 
     def _at_exit(self) -> None:
         if not self.ended.is_set():
-            if dist.is_initialized():
-                with contextlib.suppress(Exception):
-                    dist.destroy_process_group()  # whoever still waits for this rank learns that
+            self._leave_group()
             self._wait(None)
             self.ended.set()
             self._note_deaths()
             if self._died:
                 self._exit_with_cause()
         shutil.rmtree(self._error_dir, ignore_errors=True)
+
+    def _leave_group(self) -> None:
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()  # whoever still waits for this rank learns that
+
+
+def new_folder() -> Path:
+    """A folder for what this process and its ranks tell each other."""
+    return Path(tempfile.mkdtemp(prefix="titanplug-"))
 
 
 def end_with_parent() -> None:

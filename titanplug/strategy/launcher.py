@@ -3,13 +3,15 @@
 Lightning's own launcher starts the script once more for each further device. When a rank fails, the
 others lose their connection and report that, or hang. Here each rank leaves its error in a file, and the
 process that the user started ends with the error of the rank that failed first, last on stderr.
+
+In a Hydra app the others run the job that this process runs (:mod:`titanplug.strategy.hydra_job`), and end
+with it: the next job of a sweep starts from where this one has started.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +19,45 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _basic_subprocess_cmd,
-    _hydra_subprocess_cmd,
-)
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from titanplug.errors import ConfigError, TitanplugError
-from titanplug.rank_errors import CONSEQUENCES, record_error
-from titanplug.strategy.children import PARENT_VARIABLE, Children, RankError, end_with_parent
+from titanplug.rank_errors import CONSEQUENCES, ERROR_DIR_VARIABLE, record_error
+from titanplug.script import remember_script
+from titanplug.strategy.children import (
+    PARENT_VARIABLE,
+    Children,
+    RankError,
+    end_with_parent,
+    new_folder,
+)
+from titanplug.strategy.hydra_job import HydraJob, current_job
 
 _is_child = PARENT_VARIABLE in os.environ
 _children: Children | None = None
-"""The other ranks of this script. A script starts them once; all its Trainers use them."""
+"""The other ranks of this script. A script, or a job of one, starts them once; all its Trainers use them."""
+_job: HydraJob | None = None
+"""The job that they run, and whose end is waited for."""
+_outside = {
+    name: os.environ.get(name)
+    for name in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "OMP_NUM_THREADS",
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+        ERROR_DIR_VARIABLE,
+    )
+}
+"""What a job changes in the environment, as it was before."""
+_num_threads = torch.get_num_threads()
+remember_script()
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -68,13 +94,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.weights_only = given.get("weights_only")
         if self._check_module is not None and isinstance(given.get("model"), LightningModule):
             self._check_module(given["model"])
+        _note_job()
         _limit_threads(self.num_processes)
         if not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
             self._start_children()
         if _children is not None and _children.ended.is_set():
             raise TitanplugError(
                 "The other ranks of this script have ended, after an error or a signal in an earlier "
-                "call, and a script starts them once. Start a script of its own for each run."
+                "call, and a script (or a job of one) starts them once. Start a script of its own for each "
+                "run."
             )
         try:
             return function(*args, **kwargs)
@@ -108,14 +136,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             WORLD_SIZE=str(self.num_processes * self.num_nodes),
         )
         first = cluster.node_rank() * self.num_processes
-        commands, cwd = {}, None
-        for local_rank in range(1, self.num_processes):
-            if _is_hydra_job():
-                commands[first + local_rank], cwd = _hydra_subprocess_cmd(local_rank)
-            else:
-                commands[first + local_rank] = _basic_subprocess_cmd()
-        environments = {rank: {**os.environ, "LOCAL_RANK": str(rank - first)} for rank in commands}
-        _children = Children(commands, environments, cwd, self.num_processes * self.num_nodes)
+        ranks = range(first + 1, first + self.num_processes)
+        folder = new_folder()
+        if _job is None:
+            commands = {rank: list(_basic_subprocess_cmd()) for rank in ranks}
+        else:
+            commands = {rank: _job.command(rank, folder) for rank in ranks}
+        common = os.environ if _job is None else os.environ | _job.environment()
+        environments = {rank: {**common, "LOCAL_RANK": str(rank - first)} for rank in ranks}
+        _children = Children(commands, environments, None, self.num_processes * self.num_nodes, folder)
 
     def _require_world(self) -> None:
         """Compare devices and nodes with the processes that were started.
@@ -157,25 +186,33 @@ def _num_started(cluster: ClusterEnvironment) -> int | None:
     return cluster.world_size()
 
 
-def _is_hydra_job() -> bool:
-    """Whether this script is a run of Hydra, whose command line the other ranks can repeat.
+def _note_job() -> None:
+    """Wait for the end of the Hydra job that this call is part of, unless that is done already."""
+    global _job
+    job = None if _is_child else current_job()
+    if job is not None and (_job is None or _job.given is not job.given):
+        _job = job
+        job.at_end(_end_job)
 
-    Raises:
-        ConfigError: it is one job of several.
-    """
-    if "hydra" not in sys.modules:
-        return False
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
-    if not HydraConfig.initialized():
-        return False
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ConfigError(
-            "--multirun runs its jobs in this process, and the other ranks would each repeat the whole "
-            "sweep. Start every job as a run of its own, or under torchrun."
-        )
-    return True
+def _end_job(job_return: Any) -> None:
+    """Leave this process as the job has found it, and let its ranks end with it."""
+    global _children, _job
+    from hydra.core.utils import JobStatus
+
+    children, _children, _job = _children, None, None
+    if children is not None:
+        error = children.close(has_failed=job_return.status == JobStatus.FAILED)
+        if error is not None:
+            job_return.status, job_return.return_value = JobStatus.FAILED, error
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in _outside.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    torch.set_num_threads(_num_threads)
 
 
 def _limit_threads(num_processes: int) -> None:

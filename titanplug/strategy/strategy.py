@@ -56,6 +56,7 @@ from titanplug.strategy.precision import build_precision, shard_options
 from titanplug.strategy.profiler import replace_idle_profiler
 from titanplug.strategy.refusals import validate_callbacks
 from titanplug.strategy.same_checkpoint import load_what_rank_0_found
+from titanplug.strategy.same_settings import require_same_settings
 from titanplug.strategy.saving import Saving
 from titanplug.strategy.signals import GracefulStop, Preempted, tell_preempted
 from titanplug.strategy.steps import Steps
@@ -338,6 +339,8 @@ class TitanStrategy(Optimization, Saving, OverRanks):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        optimizers = self.optimizers if fitting else []
+        require_same_settings(trainer, module, optimizers, self.mesh, self.root_device)
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,8 +30,12 @@ from titanplug.config import find_conf, register_schemas
 from titanplug.config.checks import forget_first_weights, resolve_run
 from titanplug.config.errors import describe_config_error
 from titanplug.errors import ConfigError, TitanplugError
+from titanplug.run_status import RunStatus, one_line, write_results
+from titanplug.sweep.errors import JobFailed, SweepError, SweepStopped
 
 TASK = "titanplug.train:train"
+RESUME_FLAG = "--resume"
+"""Go on with the last sweep of the same overrides."""
 
 
 def train(config: dict[str, Any]) -> None:
@@ -50,15 +55,49 @@ def train(config: dict[str, Any]) -> None:
     trainer = build_trainer(config)
     if config["resume"] is not None:  # then its folders are meant to hold something
         warnings.filterwarnings("ignore", message=".* directory .* exists and is not empty")
-    trainer.fit(module, datamodule=datamodule, ckpt_path=config["ckpt_path"])
-    values = dict(trainer.callback_metrics)
-    if config["test"]:
-        trainer.test(module, datamodule=datamodule, verbose=False)
-        values |= trainer.callback_metrics
-    if trainer.is_global_zero:
-        numbers = {name: float(value) for name, value in sorted(values.items())}
-        path = Path(config["paths"]["run_dir"]) / resume.METRICS_FILE
-        path.write_text(json.dumps(numbers, indent=2) + "\n")
+    run_dir, values = Path(config["paths"]["run_dir"]), {}
+    try:
+        trainer.fit(module, datamodule=datamodule, ckpt_path=config["ckpt_path"])
+        values = dict(trainer.callback_metrics)
+        if config["test"]:
+            trainer.test(module, datamodule=datamodule, verbose=False)
+            values |= trainer.callback_metrics
+        if trainer.is_global_zero:
+            path = run_dir / resume.METRICS_FILE
+            path.write_text(json.dumps(_numbers(values), indent=2) + "\n")
+    finally:
+        if trainer.is_global_zero:
+            _leave_results(trainer, config, values or trainer.callback_metrics)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in sorted(values.items())}
+
+
+def _leave_results(trainer: Any, config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Let the status of the run tell what was measured, also of one that has failed on the way."""
+    run_dir = Path(config["paths"]["run_dir"])
+    metrics, best = _numbers(values), None
+    saved = trainer.checkpoint_callback
+    if getattr(saved, "monitor", None) and saved.best_model_score is not None:
+        checkpoint = os.path.relpath(saved.best_model_path, run_dir)
+        best = {
+            "monitor": saved.monitor,
+            "value": float(saved.best_model_score),
+            "checkpoint": checkpoint,
+        }
+    of_callbacks: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        if hasattr(callback, "results"):
+            of_callbacks |= callback.results()
+    write_results(
+        run_dir,
+        steps=trainer.global_step,
+        metrics=metrics,
+        best=best,
+        objective=metrics.get(config["optimized_metric"]),
+        **of_callbacks,
+    )
 
 
 def build_trainer(config: dict[str, Any]) -> Any:
@@ -85,8 +124,11 @@ def build_trainer(config: dict[str, Any]) -> Any:
     )
 
 
-def run_job(config: DictConfig, channel: attach.Channel | None, attached: attach.Attached | None) -> None:
+def run_job(config: DictConfig, attached: attach.Attached | None, channel: attach.Channel | None) -> Path:
     """Check a composed configuration, decide the folder, and run the ranks.
+
+    Returns:
+        The folder.
 
     Raises:
         ConfigError: the configuration can't run; nothing was started.
@@ -107,8 +149,9 @@ def run_job(config: DictConfig, channel: attach.Channel | None, attached: attach
         earlier, told = resume.find_earlier(resolved.config, run_dir, hydra.mode == RunMode.MULTIRUN)
         print(told, flush=True)
         if earlier is not None and earlier.is_finished:
-            resume.discard(run_dir)
-            return
+            if earlier.run_dir != run_dir:
+                resume.discard(run_dir)
+            return earlier.run_dir
         if earlier is not None:
             resolved = resolve_run(config, earlier.run_dir)
             resume.take_over(earlier, run_dir, resolved.config)
@@ -116,14 +159,105 @@ def run_job(config: DictConfig, channel: attach.Channel | None, attached: attach
         launch.write_log(run_dir, told)
     config_path = run_dir / resume.CONFIG_FILE
     config_path.write_text(yaml.safe_dump(resolved.config, sort_keys=False))
-    if channel is not None:
-        channel.send_config(resolved.config)
-        launch.run_task(TASK, resolved.config, rank=0)
-    elif resolved.devices > 1 or hydra.mode == RunMode.MULTIRUN:
-        # Each job of a sweep gets fresh processes: nothing leaks from one to the next.
-        launch.launch_ranks(TASK, config_path, resolved.devices)
-    else:
-        launch.run_task(TASK, resolved.config, rank=0)
+    with _status_kept(run_dir, list(hydra.overrides.task), resolved.config):
+        if channel is not None:
+            channel.send_config(resolved.config)
+            launch.run_task(TASK, resolved.config, rank=0)
+        elif resolved.devices > 1 or hydra.mode == RunMode.MULTIRUN:
+            # Each job of a sweep gets fresh processes: nothing leaks from one to the next.
+            launch.launch_ranks(TASK, config_path, resolved.devices)
+        else:
+            launch.run_task(TASK, resolved.config, rank=0)
+    return run_dir
+
+
+@contextlib.contextmanager
+def _status_kept(run_dir: Path, overrides: list[str], config: dict[str, Any]) -> Iterator[None]:
+    """Write how the run stands, and how it has ended."""
+    status = RunStatus.begin(run_dir, overrides, config)
+    try:
+        yield
+    except launch.Preempted:
+        status.finish("preempted", launch.EXIT_PREEMPTED)
+        raise
+    except launch.Interrupted as error:
+        status.finish("interrupted", 128 + error.signum, str(error))
+        raise
+    except SystemExit as error:  # this process is a rank
+        code = error.code if isinstance(error.code, int) else 1
+        status.finish("preempted" if code == launch.EXIT_PREEMPTED else "interrupted", code)
+        raise
+    except BaseException as error:
+        status.finish("failed", 1, one_line(error))
+        raise
+    status.finish("finished", 0)
+
+
+def objective(config: DictConfig, run_dir: Path) -> float | None:
+    """The final value that a sweeper looks at, ``optimized_metric``.
+
+    Raises:
+        ConfigError: there is none of that name, and a sweeper needs it.
+    """
+    name = config.optimized_metric
+    values = json.loads((run_dir / resume.METRICS_FILE).read_text())
+    is_needed = not HydraConfig.get().sweeper._target_.endswith("BasicSweeper")
+    if is_needed and values.get(name) is None:
+        raise ConfigError(
+            f"optimized_metric={name}: the run has no final value of that name, which the sweeper needs. "
+            f"Choose one of: {', '.join(values)}."
+        )
+    value = values.get(name)
+    return None if value is None else float(value)
+
+
+class TrainJobs:
+    """What the launcher of a sweep (``titanplug.sweep.launcher.JobKind``) must know of `titanplug train`."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.jobs: list[Any] = []
+
+    def command(self) -> list[str]:
+        """What starts a job, without overrides."""
+        return [sys.executable, "-m", "titanplug.train"]
+
+    def check(self, config: DictConfig, folder: Path) -> None:
+        """ConfigError where a job can't run."""
+        resolve_run(config, folder)
+
+    def going_on(self, folder: Path) -> list[str]:
+        """Overrides with which a job that was cut off goes on from its last checkpoint."""
+        from titanplug.checkpoint.latest import latest_checkpoint
+
+        has_stopped = (folder / resume.CONFIG_FILE).exists() and latest_checkpoint(folder) is not None
+        return [f"resume='{folder}'"] if has_stopped else []
+
+    def begun(self, folder: Path) -> None:
+        """Take the folder of the sweep."""
+        self.folder = folder
+
+    def ended(self, jobs: Sequence[Any]) -> None:
+        """Take jobs that have ended."""
+        self.jobs += jobs
+
+    def tell(self) -> None:
+        """Print the table of the sweep."""
+        if self.jobs and self.folder is not None:
+            from titanplug.report.runs import print_table
+
+            print_table(self.folder)
+
+    def failure(self) -> SweepError:
+        """What has become of jobs that didn't finish."""
+        failed = [job for job in self.jobs if job.state != "finished"]
+        refused = all(job.state == "refused" for job in failed)
+        numbers = ", ".join(f"#{job.number}" for job in failed[:8]) + (", ..." if len(failed) > 8 else "")
+        return SweepError(
+            f"{len(failed)} of {len(self.jobs)} jobs didn't finish: {numbers}. Start the same command with "
+            f"{RESUME_FLAG} to run them again, without those that have finished.",
+            exit_code=2 if refused else 1,
+        )
 
 
 def compose_and_run(attached: attach.Attached | None) -> None:
@@ -136,8 +270,9 @@ def compose_and_run(attached: attach.Attached | None) -> None:
     channel = None if attached is None else attach.Channel(attached)
     failures: list[BaseException] = []
     stopped: list[TitanplugError] = []
+    jobs = TrainJobs()
 
-    def job(config: DictConfig) -> None:
+    def job(config: DictConfig) -> float | None:
         sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             if attached is not None and sweeps:
@@ -145,7 +280,13 @@ def compose_and_run(attached: attach.Attached | None) -> None:
                     f"--multirun under {attached.launcher}: each job of a sweep needs processes of its "
                     f"own. Start the sweep without {attached.launcher}; titanplug starts each job's."
                 )
-            run_job(config, channel, attached)
+            # A worker of a launcher may be a task of a job that is there.
+            here = attached or attach.find_launcher()
+            if here is not None and here.rank > 0:
+                launch.run_task(TASK, attach.Channel(here).receive(), here.rank)
+                return None
+            own = channel or (None if here is None else attach.Channel(here))
+            return objective(config, run_job(config, here, own))
         except (launch.Preempted, launch.Interrupted) as error:
             stopped.append(error)
             raise SystemExit from None  # past Hydra, which would go on with the next job of a sweep
@@ -153,13 +294,20 @@ def compose_and_run(attached: attach.Attached | None) -> None:
             if sweeps:
                 raise
             failures.append(error)  # past Hydra, which would print it in its own way
+            return None
 
+    job.jobs = jobs  # type: ignore[attr-defined]
     # Errors of composing come out of Hydra as they are; main() says them better.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra_main(version_base="1.3", config_path=find_conf(), config_name="train")(job)()
         if failures:
             raise failures[0]
+    except JobFailed:
+        raise jobs.failure() from None
+    except SweepStopped as error:
+        code = launch.EXIT_PREEMPTED if error.is_saved else 128 + error.signum
+        raise SweepError(f"{error} Go on with {RESUME_FLAG}.", exit_code=code) from None
     except SystemExit:
         if stopped:
             raise stopped[0] from None
@@ -167,6 +315,7 @@ def compose_and_run(attached: attach.Attached | None) -> None:
     finally:
         if channel is not None:
             channel.send_end()
+        jobs.tell()
 
 
 def print_help() -> None:
@@ -187,6 +336,8 @@ def main() -> None:
     register_schemas()
     attached = attach.find_launcher()
     try:
+        if RESUME_FLAG in sys.argv:
+            _resume_sweep()
         if {"-h", "--help"} & set(sys.argv[1:]):
             print_help()
         elif attached is not None and attached.rank > 0:
@@ -201,8 +352,19 @@ def main() -> None:
         sys.exit(launch.EXIT_PREEMPTED)  # rank 0 has told
     except launch.Interrupted as error:
         _fail(str(error), 128 + error.signum, error)
+    except SweepError as error:
+        _fail(str(error), error.exit_code, error)
     except TitanplugError as error:
         _fail(str(error), 1, error)
+
+
+def _resume_sweep() -> None:
+    """Tell the launcher what the flag has told."""
+    if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv):
+        raise ConfigError(
+            f"{RESUME_FLAG} goes on with a sweep, of --multirun. A run goes on with resume=auto."
+        )
+    sys.argv = [item for item in sys.argv if item != RESUME_FLAG] + ["hydra.launcher.resume=true"]
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

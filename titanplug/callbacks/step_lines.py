@@ -32,7 +32,8 @@ class StepLines(Callback):
     - tokens/s: of the whole job; ranks that read the same samples count once.
     - memory: of the rank that needs most; peak of the device, or resident memory on the processor.
 
-    Values are read, and ranks meet, on log steps only.
+    Values are read, and ranks meet, on log steps only. The mean of tokens/s without the first line, which has
+    the warm-up in it, and the peak of memory are left for the status of the run.
 
     Args:
         tokens_key: entry of the batch whose elements are the tokens. A batch without it has none.
@@ -42,12 +43,15 @@ class StepLines(Callback):
         self.tokens_key = tokens_key
         self._tokens = 0
         self._step = 0
+        self._rates: list[tuple[float, float]] = []  # tokens and seconds of each line
+        self._peak_gib = 0.0
         self._learning_rate = 0.0
         self._start_s = self._mark_s = self._pause_s = 0.0
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._tokens, self._step = 0, trainer.global_step
+        self._rates, self._peak_gib = [], 0.0
         self._start_s = self._mark_s = time.perf_counter()
 
     @override
@@ -98,11 +102,14 @@ class StepLines(Callback):
         now = time.perf_counter()
         counted = self._tokens if counts_samples(trainer) else 0
         everyone = gather_from_ranks(trainer, counted, _memory_gib(trainer))
+        tokens_of_all, seconds = sum(row[0] for row in everyone), max(now - self._mark_s, 1e-9)
         rates = {
             "lr": self._learning_rate,
-            "tokens_per_s": sum(row[0] for row in everyone) / max(now - self._mark_s, 1e-9),
+            "tokens_per_s": tokens_of_all / seconds,
             "memory_gib": max(row[1] for row in everyone),
         }
+        self._rates.append((tokens_of_all, seconds))
+        self._peak_gib = max(self._peak_gib, rates["memory_gib"])
         self._tokens, self._mark_s = 0, now
         if not trainer.is_global_zero:
             return
@@ -116,6 +123,15 @@ class StepLines(Callback):
             parts += [f"lr {rates['lr']:.2e}", f"{rates['tokens_per_s']:,.0f} tokens/s"]
             parts += [f"{rates['memory_gib']:.2f} GiB", f"{now - self._start_s:.1f} s"]
             say(" | ".join(parts))
+
+    def results(self) -> dict[str, float | None]:
+        """What the run's status tells of speed and memory."""
+        steady = self._rates[1:] or self._rates
+        seconds = sum(row[1] for row in steady)
+        return {
+            "tokens_per_s": sum(row[0] for row in steady) / seconds if seconds else None,
+            "memory_gib": self._peak_gib or None,
+        }
 
 
 def _step_of(trainer: L.Trainer) -> str:

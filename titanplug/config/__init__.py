@@ -24,6 +24,9 @@ from omegaconf import OmegaConf
 
 from titanplug.config import components, data, run
 
+SWEEP_VARIABLE = "TITANPLUG_SWEEP_ID"
+"""Environment variable with the id of the sweep that a process works for."""
+
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"transformer": components.TransformerConfig, "hf": components.HFModelConfig},
     "module": {"language_model": components.LanguageModelConfig},
@@ -60,13 +63,14 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 def register_schemas() -> None:
-    """Make the schemas and the resolver ``run_id`` known to Hydra. May be called again."""
+    """Make the schemas and the resolvers ``run_id`` and ``sweep_id`` known to Hydra. May be called again."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=run.TrainConfig, provider="titanplug")
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"{group}/schema", name=name, node=schema, provider="titanplug")
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+    OmegaConf.register_new_resolver("sweep_id", sweep_id, replace=True)
 
 
 def find_conf() -> str:
@@ -74,6 +78,11 @@ def find_conf() -> str:
     if find_spec("titanplug.conf") is not None:
         return "pkg://titanplug.conf"
     return str(Path(__file__).parents[2] / "conf")
+
+
+def sweep_id() -> str:
+    """Names a sweep's folder: as ``run_id``, and the same in all workers that a launcher starts."""
+    return os.environ.setdefault(SWEEP_VARIABLE, run_id())
 
 
 @cache

@@ -188,6 +188,7 @@ class TrainConfig:
             checkpoint, or start anew where there is none; the folder of a run: go on with that one; null:
             start anew.
         test: evaluate the test split after training.
+        optimized_metric: name of the final value that a run returns to a sweeper; null: none.
         model: what is trained (group).
         module: the LightningModule that trains it (group).
         parallelism: the layout (group).
@@ -207,6 +208,7 @@ class TrainConfig:
     ckpt_path: str | None = None
     resume: str | None = None
     test: bool = False
+    optimized_metric: str | None = "val_loss"
     model: Any = MISSING
     module: Any = MISSING
     parallelism: Any = MISSING

@@ -152,6 +152,17 @@ def hide_warnings_of_lightning() -> None:
 
 
 @functools.cache
+def keep_subclasses_apart_in_compile_cache() -> None:
+    """Compile again in each process what takes tensor subclasses.
+
+    torch 2.13 finds a function in its cache on disk that was compiled for plain tensors, and the other way
+    round: torchao's optimizers fail in the second process that steps.
+    """
+    import torch._functorch.config
+
+    torch._functorch.config.enable_autograd_cache = False
+
+
 def let_collectives_end_before_exit() -> None:
     """Give gloo's threads the interpreter's lock once more when this process ends.
 

@@ -15,6 +15,7 @@ from titanplug.checkpoint import state as states
 from titanplug.checkpoint.contents import load_plain, pack_meta, warn_of_objects
 from titanplug.checkpoint.files import PathOrUrl, Place, place_of
 from titanplug.checkpoint.names import CheckpointNames
+from titanplug.checkpoint.quantized import quantize_state
 from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.reader import MODEL_KEY, CheckpointReader, Position
 from titanplug.checkpoint.storage import ChecksumWriter
@@ -234,6 +235,7 @@ def _load_file(
     for optimizer, counted in zip(optimizers, saved or [], strict=False):
         own = names.own_counted(counted, states.group_names(names, optimizer))
         optimizer.load_state_dict(states.shard_state(own, optimizer))
+        quantize_state(optimizer)
     for group, values in rest.get(LIKE_PARAMETERS, {}).items():
         own = {
             name: states.shard_like(values[name], parameter, name)

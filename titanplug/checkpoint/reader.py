@@ -18,6 +18,7 @@ from titanplug.checkpoint import state as states
 from titanplug.checkpoint.contents import load_plain
 from titanplug.checkpoint.files import META_FILE, Place
 from titanplug.checkpoint.names import CheckpointNames
+from titanplug.checkpoint.quantized import quantize_state
 from titanplug.checkpoint.ranks import Ranks
 from titanplug.checkpoint.storage import ChecksumReader
 from titanplug.errors import CheckpointError
@@ -98,6 +99,7 @@ class CheckpointReader:
         self._fill({key: tensors})
         named = states.join_tensors(plain, tensors)
         optimizer.load_state_dict(states.count_parameters(named, groups))
+        quantize_state(optimizer)
 
     def read_like_parameters(self, key: str, names: CheckpointNames) -> dict[str, Tensor]:
         """Entries below ``key``, each laid out as this rank's parameter of that name."""

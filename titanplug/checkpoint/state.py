@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from titanplug.checkpoint.names import CheckpointNames
+from titanplug.checkpoint.quantized import plain_tensor
 from titanplug.errors import CheckpointError
 from titanplug.parallel.names import plain_name
 
@@ -93,7 +94,10 @@ def optimizer_state(names: CheckpointNames, optimizer: Optimizer) -> dict[str, A
     """
     groups = zip(optimizer.param_groups, group_names(names, optimizer), strict=True)
     return {
-        "state": {names.name_of(p): dict(state) for p, state in optimizer.state.items()},
+        "state": {
+            names.name_of(p): {key: plain_tensor(value) for key, value in state.items()}
+            for p, state in optimizer.state.items()
+        },
         "param_groups": [{**group, "params": own} for group, own in groups],
     }
 

@@ -41,10 +41,15 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "bpe": data.BPETokenizerConfig,
         "hf": data.HFTokenizerConfig,
     },
-    "optim": {"adamw": components.AdamWConfig, "sgd": components.SGDConfig},
+    "optim": {
+        "adamw": components.AdamWConfig,
+        "adamw_8bit": components.AdamW8bitConfig,
+        "sgd": components.SGDConfig,
+    },
     "scheduler": {
         "constant": components.ConstantConfig,
         "cosine": components.CosineConfig,
+        "linear": components.LinearConfig,
         "warmup_stable_decay": components.WarmupStableDecayConfig,
     },
     "callbacks": {
@@ -57,7 +62,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "weight_average": components.WeightAverageConfig,
         "target": components.TargetConfig,
     },
-    "logger": {"tensorboard": components.TensorBoardConfig, "csv": components.CSVConfig},
+    "logger": {
+        "tensorboard": components.TensorBoardConfig,
+        "csv": components.CSVConfig,
+        "wandb": components.WandbConfig,
+        "mlflow": components.MLFlowConfig,
+    },
 }
 """Schema by group and name."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,75 @@ CHOICES = {
     "trainer.gradient_clip_algorithm": (None, "norm", "value"),
     "trainer.profiler": (None, "simple", "advanced", "pytorch"),
 }
+EXTRAS = {
+    "titanplug.modules.adamw_8bit": ("torchao", "int8"),
+    "lightning.pytorch.loggers.WandbLogger": ("wandb", "wandb"),
+    "lightning.pytorch.loggers.MLFlowLogger": ("mlflow", "mlflow"),
+}
+"""By the start of a ``_target_``: the package that it needs, and the extra that installs it."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key may have.
+
+    Args:
+        least: the smallest.
+        most: the largest; None: no limit.
+        excluded: whether ``most`` itself is out.
+    """
+
+    least: float
+    most: float | None = None
+    excluded: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        """Whether a number is one of them; NaN is none."""
+        if self.most is None:
+            return value >= self.least
+        return self.least <= value < self.most if self.excluded else self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"{self.least:g} or more"
+        below = "below " if self.excluded else ""
+        return f"a number from {self.least:g} to {below}{self.most:g}"
+
+
+_SIZE, _ANY, _PART = Range(1), Range(0), Range(0, 1)
+RANGES = {
+    "seed": Range(0, 2**32 - 1),
+    "global_batch_size": _SIZE,
+    "data.batch_size": _SIZE,
+    "data.seq_len": _SIZE,
+    "data.num_workers": _ANY,
+    "optim.lr": _ANY,
+    "optim.eps": _ANY,
+    "optim.weight_decay": _ANY,
+    "optim.betas": Range(0, 1, excluded=True),
+    "optim.momentum": _ANY,
+    "optim.block_size": _SIZE,
+    "scheduler.warmup_steps": _ANY,
+    "scheduler.min_ratio": _PART,
+    "scheduler.decay_fraction": _PART,
+    "trainer.max_steps": Range(-1),
+    "trainer.min_steps": _ANY,
+    "trainer.max_epochs": Range(-1),
+    "trainer.min_epochs": _ANY,
+    "trainer.limit_train_batches": _ANY,
+    "trainer.limit_val_batches": _ANY,
+    "trainer.limit_test_batches": _ANY,
+    "trainer.limit_predict_batches": _ANY,
+    "trainer.overfit_batches": _ANY,
+    "trainer.val_check_interval": _ANY,
+    "trainer.check_val_every_n_epoch": _SIZE,
+    "trainer.num_sanity_val_steps": Range(-1),
+    "trainer.log_every_n_steps": _ANY,
+    "trainer.accumulate_grad_batches": _SIZE,
+    "trainer.gradient_clip_val": _ANY,
+    "trainer.reload_dataloaders_every_n_epochs": _ANY,
+}
+"""By key; a list has numbers of the range, null is always allowed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +142,9 @@ def resolve_run(config: DictConfig, run_dir: Path) -> ResolvedRun:
     resolved: dict[str, Any] = {str(key): value for key, value in plain.items()}
     if resolved["ckpt_path"] is not None:
         forget_first_weights(resolved)
+    problems += [*_out_of_range(resolved), *_missing_extras("", resolved)]
     devices, nodes = _count_devices(resolved["trainer"], problems), resolved["trainer"]["num_nodes"]
+    _share_global_batch(resolved, devices * nodes, problems)
     _check_model(resolved, devices * nodes, problems)
     if problems:
         raise ConfigError(problems)
@@ -125,6 +198,53 @@ def _wrong_choices(config: DictConfig) -> list[str]:
             "Give ckpt_path for a new run from that checkpoint, or resume to go on with a run in its folder."
         )
     return problems
+
+
+def _out_of_range(config: dict[str, Any]) -> Iterator[str]:
+    for key, allowed in RANGES.items():
+        group, _, name = key.rpartition(".")
+        value = ((config[group] or {}) if group else config).get(name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and number not in allowed:
+                yield f"{key}={number}: it must be {allowed}. Give such a number."
+
+
+def _missing_extras(prefix: str, config: dict[str, Any]) -> Iterator[str]:
+    """What has to be installed for the classes that are named."""
+    target = str(config.get("_target_", ""))
+    for start, (package, extra) in EXTRAS.items():
+        if target.startswith(start) and find_spec(package) is None:
+            yield (
+                f"{prefix.rstrip('.')} needs the package {package}, which isn't installed. Install it with "
+                f"pip install 'titanplug[{extra}]'."
+            )
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _missing_extras(f"{prefix}{key}.", value)
+
+
+def _share_global_batch(config: dict[str, Any], world_size: int, problems: list[str]) -> None:
+    """Set ``data.batch_size`` so that a step has ``global_batch_size`` rows, whatever the layout."""
+    wanted, layout, data = config["global_batch_size"], config["parallelism"] or {}, config["data"]
+    if wanted is None or problems:
+        return
+    if data is None or "batch_size" not in data:
+        problems.append(
+            f"global_batch_size={wanted}: it sets data.batch_size, and the data has no such key. Leave it "
+            "out."
+        )
+        return
+    copies = math.prod(max(1, int(layout.get(axis, 1))) for axis in ("tp", "pp", "cp"))
+    steps = config["trainer"]["accumulate_grad_batches"]
+    shares = max(1, world_size // copies) * steps
+    if wanted % shares:
+        problems.append(
+            f"global_batch_size={wanted} on {shares // steps} data-parallel ranks with "
+            f"trainer.accumulate_grad_batches={steps}: it must be a multiple of {shares}. The next is "
+            f"{-(-wanted // shares) * shares}."
+        )
+        return
+    data["batch_size"] = wanted // shares
 
 
 def _count_devices(trainer: dict[str, Any], problems: list[str]) -> int:

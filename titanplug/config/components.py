@@ -137,6 +137,27 @@ class AdamWConfig:
 
 
 @dataclass
+class AdamW8bitConfig:
+    """AdamW whose states have 8 bits, in blocks with a scale each (Dettmers et al. 2022).
+
+    Args:
+        lr: learning rate after warmup.
+        betas: decay of the running means of gradient and squared gradient.
+        eps: added to the denominator.
+        weight_decay: of matrices; norms and biases have none.
+        block_size: weights that share a scale.
+    """
+
+    _target_: str = "titanplug.modules.adamw_8bit"
+    _partial_: bool = True
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    block_size: int = 256
+
+
+@dataclass
 class SGDConfig:
     """Stochastic gradient descent.
 
@@ -179,6 +200,19 @@ class CosineConfig(ConstantConfig):
 
     _target_: str = "titanplug.modules.cosine"
     min_ratio: float = 0.1
+
+
+@dataclass
+class LinearConfig(ConstantConfig):
+    """Straight down from the full rate.
+
+    Args:
+        warmup_steps: optimizer steps until the full rate is reached.
+        min_ratio: rate at the end, as a fraction of the full rate.
+    """
+
+    _target_: str = "titanplug.modules.linear"
+    min_ratio: float = 0.0
 
 
 @dataclass
@@ -358,3 +392,43 @@ class CSVConfig(TensorBoardConfig):
 
     _target_: str = "lightning.pytorch.loggers.CSVLogger"
     version: str = "csv"
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases.
+
+    Args:
+        project: where the run is filed.
+        name: of the run there.
+        save_dir: folder of the run.
+        group: runs that belong together, such as the jobs of a sweep; null: none.
+        offline: write files to be sent later.
+        log_model: send checkpoints too.
+    """
+
+    _target_: str = "lightning.pytorch.loggers.WandbLogger"
+    project: str = "titanplug"
+    name: str | None = "${name}"
+    save_dir: str = "${paths.run_dir}"
+    group: str | None = None
+    offline: bool = False
+    log_model: bool = False
+
+
+@dataclass
+class MLFlowConfig:
+    """MLflow.
+
+    Args:
+        experiment_name: where the run is filed.
+        run_name: of the run there; null: MLflow's choice.
+        tracking_uri: address of a server; null: the folder save_dir.
+        save_dir: folder for all runs, where there is no server.
+    """
+
+    _target_: str = "lightning.pytorch.loggers.MLFlowLogger"
+    experiment_name: str = "${name}"
+    run_name: str | None = None
+    tracking_uri: str | None = None
+    save_dir: str | None = "${paths.runs}/mlruns"

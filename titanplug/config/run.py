@@ -183,6 +183,8 @@ class TrainConfig:
     Args:
         name: of the run; names its folder.
         seed: of initial weights, data order and random draws.
+        global_batch_size: rows of an optimizer step over all processes; sets data.batch_size so that layouts
+            train on the same rows. null: data.batch_size rows for each data-parallel rank and each batch.
         ckpt_path: checkpoint from which a new run starts, in a folder of its own; null: none.
         resume: auto: go on with the newest run of this name and configuration, in its folder, from its last
             checkpoint, or start anew where there is none; the folder of a run: go on with that one; null:
@@ -205,6 +207,7 @@ class TrainConfig:
 
     name: str = "train"
     seed: int = 0
+    global_batch_size: int | None = None
     ckpt_path: str | None = None
     resume: str | None = None
     test: bool = False

@@ -65,6 +65,29 @@ def cosine(
     return LambdaLR(optimizer, factor)
 
 
+def linear(
+    optimizer: Optimizer, num_steps: int, *, warmup_steps: int = 0, min_ratio: float = 0.0
+) -> LRScheduler:
+    """Linear warmup, then straight down to ``min_ratio`` at the last step.
+
+    Args:
+        optimizer: whose rates are scaled.
+        num_steps: optimizer steps of the whole run.
+        warmup_steps: steps until the full rate is reached.
+        min_ratio: rate at the end as a fraction of the full rate, 0 to 1.
+
+    Raises:
+        ConfigError: the warmup is negative, or the fraction is out of range.
+    """
+    _check(warmup_steps, min_ratio=min_ratio)
+
+    def factor(step: int) -> float:
+        left = max(0, num_steps - step) / max(1, num_steps - warmup_steps)
+        return min(_warmup(step, warmup_steps), min_ratio + (1 - min_ratio) * min(1.0, left))
+
+    return LambdaLR(optimizer, factor)
+
+
 def warmup_stable_decay(
     optimizer: Optimizer,
     num_steps: int,

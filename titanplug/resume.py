@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from titanplug.config.layout import data_ranks
 from titanplug.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
@@ -182,16 +183,8 @@ def _identity(config: Mapping[str, Any], ignored: tuple[str, ...]) -> dict[str, 
             values[key] = value.replace(run_dir, "RUN_DIR") if isinstance(value, str) else value
     size = values.get("data.batch_size")
     if "parallelism" in ignored and isinstance(size, int):
-        values["data.batch_size"] = size * _data_ranks(config)  # of all ranks together
+        values["data.batch_size"] = size * data_ranks(config)  # of all ranks together
     return values
-
-
-def _data_ranks(config: Mapping[str, Any]) -> int:
-    layout, trainer = config["parallelism"] or {}, config["trainer"]
-    copies = 1
-    for axis in ("tp", "pp", "cp"):
-        copies *= max(1, int(layout.get(axis, 1)))
-    return max(1, int(trainer["devices"]) * int(trainer["num_nodes"]) // copies)
 
 
 def _leaves(prefix: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

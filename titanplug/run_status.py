@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from titanplug.config.layout import degrees, world_size
 from titanplug.errors import TitanplugError
 
 STATUS_FILE = "status.json"
@@ -33,7 +34,6 @@ ATTEMPT_VARIABLE = "TITANPLUG_ATTEMPT"
 """Environment variable in which a sweep tells a job how often it has been started."""
 
 _PACKAGES = {"titanplug": "titanplug", "torch": "torch", "lightning": "lightning", "hydra": "hydra-core"}
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class Status:
         if self.state != "running" or self.host != socket.gethostname():
             return False
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.pid_started) < 1.0
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.pid_started) < 1.0
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -213,14 +215,10 @@ def _take_results(folder: Path) -> dict[str, Any]:
 
 
 def _layout(config: Mapping[str, Any]) -> dict[str, Any]:
-    trainer, given = config["trainer"], config["parallelism"] or {}
-    nodes = max(1, trainer["num_nodes"])
-    world = max(1, trainer["devices"]) * nodes
-    degrees = {axis: int(given.get(axis, 1)) for axis in _AXES}
-    known = math.prod(degree for degree in degrees.values() if degree != -1)
-    degrees = {axis: world // known if degree == -1 else degree for axis, degree in degrees.items()}
-    schedule = given.get("pp_schedule") if degrees["pp"] > 1 else None
-    return {**degrees, "world_size": world, "num_nodes": nodes, "pp_schedule": schedule}
+    found = degrees(config)
+    schedule = config["parallelism"].get("pp_schedule") if found["pp"] > 1 else None
+    num_nodes = config["trainer"]["num_nodes"]
+    return {**found, "world_size": world_size(config), "num_nodes": num_nodes, "pp_schedule": schedule}
 
 
 @cache

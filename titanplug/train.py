@@ -34,6 +34,7 @@ from titanplug.run_status import RunStatus, one_line, write_results
 from titanplug.sweep.errors import JobFailed, SweepError, SweepStopped
 
 TASK = "titanplug.train:train"
+_SWITCHES = ("-m", "--multirun")
 RESUME_FLAG = "--resume"
 """Go on with the last sweep of the same overrides."""
 
@@ -272,7 +273,10 @@ def compose_and_run(attached: attach.Attached | None) -> None:
     stopped: list[TitanplugError] = []
     jobs = TrainJobs()
 
+    begun: list[DictConfig] = []
+
     def job(config: DictConfig) -> float | None:
+        begun.append(config)
         sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             if attached is not None and sweeps:
@@ -303,6 +307,10 @@ def compose_and_run(attached: attach.Attached | None) -> None:
         hydra_main(version_base="1.3", config_path=find_conf(), config_name="train")(job)()
         if failures:
             raise failures[0]
+    except (ValueError, TypeError) as error:
+        if begun or jobs.folder is not None:
+            raise
+        raise ConfigError(f"Hydra can't read the command line: {error}. An override is KEY=VALUE.") from error
     except JobFailed:
         raise jobs.failure() from None
     except SweepStopped as error:
@@ -335,6 +343,8 @@ def main() -> None:
     """
     register_schemas()
     attached = attach.find_launcher()
+    # Hydra takes flags before overrides or after them, not between.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda item: item not in _SWITCHES)
     try:
         if RESUME_FLAG in sys.argv:
             _resume_sweep()

@@ -243,7 +243,8 @@ def _pipeline_problems(pp: int, facts: RunFacts) -> list[str]:
     try:
         schedule = resolve_schedule(asked.schedule)
     except ConfigError as error:
-        return [f"pp_schedule={asked.schedule!r}: {problem}" for problem in error.problems]
+        named = f"pp_schedule={asked.schedule!r}"
+        return [text if text.startswith(named) else f"{named}: {text}" for text in error.problems]
     if not isinstance(pp, int) or pp <= 1:
         return []
     problems = schedule_problems(schedule, pp, asked.num_chunks, asked.num_microbatches)

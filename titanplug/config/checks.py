@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from titanplug.config import SCHEMAS, run
+from titanplug.config.layout import AXES, data_ranks
 from titanplug.errors import ConfigError, TitanplugError
 
 TRANSFORMER = "titanplug.models.TransformerConfig"
@@ -22,7 +22,6 @@ FROM_DIRECTORY = "titanplug.models.config_from_directory"
 ROPE_SCALING = "titanplug.models.RopeScaling"
 HF_TOKENIZER = "titanplug.data.HFTokenizer"
 STRATEGY = "titanplug.strategy.TitanStrategy"
-AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 CHOICES = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
     "trainer.gradient_clip_algorithm": (None, "norm", "value"),
@@ -58,9 +57,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.most is None:
-            return f"{self.least:g} or more"
-        below = "below " if self.excluded else ""
-        return f"a number from {self.least:g} to {below}{self.most:g}"
+            return f"{self.least} or more"
+        return f"a number from {self.least} to {'below ' if self.excluded else ''}{self.most}"
 
 
 _SIZE, _ANY, _PART = Range(1), Range(0), Range(0, 1)
@@ -144,7 +142,7 @@ def resolve_run(config: DictConfig, run_dir: Path) -> ResolvedRun:
         forget_first_weights(resolved)
     problems += [*_out_of_range(resolved), *_missing_extras("", resolved)]
     devices, nodes = _count_devices(resolved["trainer"], problems), resolved["trainer"]["num_nodes"]
-    _share_global_batch(resolved, devices * nodes, problems)
+    _share_global_batch(resolved, problems)
     _check_model(resolved, devices * nodes, problems)
     if problems:
         raise ConfigError(problems)
@@ -223,9 +221,9 @@ def _missing_extras(prefix: str, config: dict[str, Any]) -> Iterator[str]:
             yield from _missing_extras(f"{prefix}{key}.", value)
 
 
-def _share_global_batch(config: dict[str, Any], world_size: int, problems: list[str]) -> None:
+def _share_global_batch(config: dict[str, Any], problems: list[str]) -> None:
     """Set ``data.batch_size`` so that a step has ``global_batch_size`` rows, whatever the layout."""
-    wanted, layout, data = config["global_batch_size"], config["parallelism"] or {}, config["data"]
+    wanted, data = config["global_batch_size"], config["data"]
     if wanted is None or problems:
         return
     if data is None or "batch_size" not in data:
@@ -234,9 +232,8 @@ def _share_global_batch(config: dict[str, Any], world_size: int, problems: list[
             "out."
         )
         return
-    copies = math.prod(max(1, int(layout.get(axis, 1))) for axis in ("tp", "pp", "cp"))
     steps = config["trainer"]["accumulate_grad_batches"]
-    shares = max(1, world_size // copies) * steps
+    shares = data_ranks(config) * steps
     if wanted % shares:
         problems.append(
             f"global_batch_size={wanted} on {shares // steps} data-parallel ranks with "

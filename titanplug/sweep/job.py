@@ -25,6 +25,7 @@ CONSOLE_FILE = "console.log"
 RETURN_FILE = ".hydra/returned.json"
 """What a job's function has returned, or its error."""
 
+_OWN_ERROR = "titanplug: "
 _OF_THE_SWEEP = (*RANK_VARIABLES, SWEEP_VARIABLE)
 """Variables that a job must not inherit."""
 
@@ -127,9 +128,12 @@ def _end_with_parent() -> None:
 
 
 def last_lines(folder: Path, number: int = 12) -> str:
-    """The end of what a job has printed."""
+    """The end of what a job has printed; of titanplug's own error all and no more."""
     with contextlib.suppress(OSError), (folder / CONSOLE_FILE).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
         lines = file.read().decode(errors="replace").strip().splitlines()
+        own = [index for index, line in enumerate(lines) if line.startswith(_OWN_ERROR)]
+        if own:
+            return "\n".join(lines[own[-1] :]).removeprefix(_OWN_ERROR)
         return "\n".join(lines[-number:])
     return ""

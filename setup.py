@@ -1,7 +1,7 @@
 """The list of packages; everything else is in pyproject.toml.
 
 Setuptools can map a folder to another package name or find packages by itself, but not both: the
-configuration in ``conf/`` is shipped as ``titanplug.conf``.
+configuration in ``conf/`` is shipped as ``titanplug.conf``, the recipes as ``titanplug.recipes``.
 """
 
 from setuptools import find_namespace_packages, find_packages, setup
@@ -10,7 +10,8 @@ setup(
     packages=[
         *find_packages(include=["titanplug", "titanplug.*"]),
         "titanplug.conf",
+        "titanplug.recipes",
         *find_namespace_packages(include=["hydra_plugins.*"]),
     ],
-    package_dir={"titanplug.conf": "conf"},
+    package_dir={"titanplug.conf": "conf", "titanplug.recipes": "recipes"},
 )

@@ -32,6 +32,7 @@ def test_the_wheel_holds_code_configuration_and_data(tmp_path: Path) -> None:
     for folder, package in (
         ("titanplug", "titanplug"),
         ("conf", "titanplug/conf"),
+        ("recipes", "titanplug/recipes"),
         ("hydra_plugins", "hydra_plugins"),
     ):
         if (ROOT / folder).exists():

@@ -54,6 +54,8 @@ can be told this one (Slurm: RequeueExit=75). 128 + the signal's number tells th
 """
 
 LOG_FILE = "run.log"
+RANK_LOGS = "ranks"
+"""Folder in that of the run for what ranks other than 0 log and print."""
 RANK_MODULE = "titanplug.launch"
 PR_SET_PDEATHSIG = 1
 
@@ -229,19 +231,19 @@ def run_task(task: str, config: dict[str, Any], rank: int) -> None:
 
 def write_log(run_dir: Path, text: str) -> None:
     """Add a line to ``run.log`` that was printed in another way."""
-    handler = _log_file(run_dir)
+    handler = _log_file(run_dir / LOG_FILE)
     handler.emit(logging.LogRecord("titanplug", logging.INFO, __file__, 0, text, None, None))
     handler.close()
 
 
-def _log_file(run_dir: Path) -> logging.Handler:
-    handler = logging.FileHandler(run_dir / LOG_FILE)
+def _log_file(path: Path) -> logging.FileHandler:
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     return handler
 
 
 def configure_logging(run_dir: Path, rank: int) -> None:
-    """Rank 0 logs to standard output and to ``run.log``; the others tell errors only.
+    """Rank 0 logs to standard output and to ``run.log``; the others to files, and errors to the console.
 
     Args:
         run_dir: folder of the run.
@@ -249,14 +251,16 @@ def configure_logging(run_dir: Path, rank: int) -> None:
     """
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
-    handlers: list[logging.Handler] = [console]
     if rank == 0:
-        handlers.append(_log_file(run_dir))
-        # Lightning's own use of torch, which its user can't change.
-        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+        file = _log_file(run_dir / LOG_FILE)
     else:
-        warnings.simplefilter("ignore")  # every rank has the same ones
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, handlers=handlers, force=True)
+        console.setLevel(logging.ERROR)
+        (run_dir / RANK_LOGS).mkdir(exist_ok=True)
+        file = _log_file(run_dir / RANK_LOGS / f"rank_{rank}.log")
+        sys.stdout = file.stream  # what is printed on every rank is read once
+    # Lightning's own use of torch, which its user can't change.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    logging.basicConfig(level=logging.INFO, handlers=[console, file], force=True)
     logging.captureWarnings(True)
     on_import("lightning", _calm_lightning)
 

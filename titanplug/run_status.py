@@ -188,7 +188,7 @@ def end_for(folder: Path, state: str, exit_code: int | None, error: str | None) 
 
 def read_status(folder: Path) -> Status | None:
     """The status in a folder; None where there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         values = _numbers_from_json(json.loads((folder / STATUS_FILE).read_text()))
         known = {item.name for item in fields(Status)}
         return Status(**{name: value for name, value in values.items() if name in known})

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -104,6 +105,9 @@ def check_run(out: str) -> dict[str, Any]:
     assert {"train_loss", "grad_norm", "lr", "tokens_per_s", "memory_gib"} <= logged.keys()
     assert logged["val_bits_per_byte"][-1] == pytest.approx(values["val_bits_per_byte"])
     assert (folder / "run.log").read_text().count("Trained ") == 1  # rank 0 alone writes
+    assert [path.name for path in (folder / "ranks").iterdir()] == ["rank_1.log"]
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "finished" and status["metrics"] == values
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert Path(config["paths"]["run_dir"]) == folder.resolve()
     assert (folder / ".hydra" / "overrides.yaml").exists()
@@ -130,6 +134,25 @@ def test_under_torchrun_it_attaches_and_gives_the_same_numbers(
     again = check_run(finished(start(*TORCHRUN, "-m", "titanplug.train", *SMALL))[0])
     exact = ("train_loss", "val_loss", "val_bits_per_byte", "grad_norm")
     assert {key: again[key] for key in exact} == {key: first[key] for key in exact}
+
+
+@pytest.mark.slow
+def test_on_two_nodes_each_torchrun_attaches(start: Callable[..., subprocess.Popen[str]]) -> None:
+    """Two agents that meet at one address, with a rank each, are the same run as two ranks of one."""
+    first = check_run(finished(start("-m", "titanplug.train", *SMALL))[0])
+    the_run().rename("first")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meet = [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *meet]
+    command = [*torchrun, "-m", "titanplug.train", *SMALL, "trainer.devices=1", "trainer.num_nodes=2"]
+    nodes = [start(*command), start(*command)]
+    outs = [finished(node)[0] for node in nodes]
+    again = json.loads((the_run() / "metrics.json").read_text())  # one folder
+    exact = ("train_loss", "val_loss", "val_bits_per_byte", "grad_norm")
+    assert {key: again[key] for key in exact} == {key: first[key] for key in exact}
+    assert sum("Trained 6 steps" in out for out in outs) == 1
 
 
 def test_under_torchrun_a_wrong_configuration_ends_every_rank(
@@ -204,7 +227,7 @@ def test_each_job_of_a_sweep_has_processes_and_a_folder_of_its_own(
     values = [json.loads((sweep / job / "metrics.json").read_text()) for job in ("0", "1")]
     seeds = [yaml.safe_load((sweep / job / "config.yaml").read_text())["seed"] for job in "01"]
     assert seeds == [0, 1] and values[0]["val_loss"] != values[1]["val_loss"]
-    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml", "sweep.json"]
 
 
 @pytest.mark.slow

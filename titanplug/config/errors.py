@@ -31,8 +31,9 @@ def describe_config_error(error: BaseException) -> str:
         return f"{error.full_key} has no value, and a run needs one. Give it: {error.full_key}=..."
     text = str(error)
     if isinstance(error, OverrideParseException) and error.override:
+        reasons = [line for line in text.splitlines() if not line.startswith(("Error parsing", _SEE))]
         return (
-            f"{error.override!r} can't be read ({text.splitlines()[0].strip()}). An override is KEY=VALUE; a "
+            f"{error.override!r} can't be read ({reasons[0].strip()}). An override is KEY=VALUE; a "
             "value with commas, spaces, brackets or quotes is put into quotes, twice on a command line: "
             "KEY=\"'a, b'\"."
         )

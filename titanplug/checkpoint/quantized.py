@@ -1,7 +1,7 @@
 """States of optimizers that keep fewer bits (torchao's): saved as the numbers that they stand for.
 
 Blocks that share a scale are those of a rank's shard, which no other layout has; so a checkpoint holds plain
-tensors, and loading quantizes them again. In the layout that saved them that gives the same bits.
+tensors, and loading quantizes them again. In the layout that saved them that gives the same codes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,26 @@ def quantize_state(optimizer: Optimizer) -> None:
             if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
                 buffer = new_buffer(parameter, key == _SIGNED)
                 if _is_quantized(local_tensor(buffer)):
-                    local_tensor(buffer).copy_(local_tensor(value))
+                    _quantize(local_tensor(value), local_tensor(buffer))
                     state[key] = buffer
+
+
+def _quantize(values: Tensor, room: Any) -> None:
+    """Fill ``room`` with codes whose values are nearest.
+
+    torchao's own way gives other codes for what was quantized before: it scales a block by its largest
+    magnitude, and the lowest code of signed values stands for less than that (-0.993).
+    """
+    blocks = values.float().reshape(-1, room.block_size)
+    lowest, highest = room.qmap[0], room.qmap[-1]
+    scale = blocks.amax(-1) / highest
+    if lowest < 0:
+        scale = torch.maximum(scale, blocks.amin(-1) / lowest)
+    scale = scale.clamp(min=1e-12)
+    between = (room.qmap[1:] + room.qmap[:-1]) / 2
+    codes = torch.searchsorted(between, (blocks / scale[:, None]).contiguous())
+    room.codes.copy_(codes.reshape(room.codes.shape))
+    room.scale.copy_(scale)
 
 
 def _is_quantized(local: Tensor) -> bool:

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +26,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 from titanplug import TitanStrategy
 
-draw = random.SystemRandom().random
+def draw():
+    return random.SystemRandom().random()
+
 OmegaConf.register_new_resolver("drawn_once", draw, use_cache=True)
 OmegaConf.register_new_resolver("drawn_always", draw)
 
@@ -140,6 +144,32 @@ def test_a_run_under_hydra_gives_all_ranks_the_values_of_rank_0(app: Path) -> No
     first, second = used(Path("run"))
     assert first["hparams"] == second["hparams"] and first["lr"] == second["lr"] == 0.3
     assert (Path("run") / ".hydra" / "overrides.yaml").read_text() == "- lr=0.3\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "given"),
+    [
+        ("joblib", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "lr=0.1,0.2"]),
+        ("optuna", ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "lr=interval(0.01,0.1)"]),
+        ("hydra", ["hydra/launcher=titanplug", "hydra.launcher.slots=2", "lr=0.1,0.2"]),
+    ],
+)
+def test_other_launchers_and_sweepers(app: Path, package: str, given: list[str]) -> None:
+    """All ranks of a trial used the same values, and what rank 0 has reached comes back."""
+    if find_spec(package) is None:
+        pytest.skip(f"needs titanplug[{package}]")
+    code, errors = run(str(app), "-m", *given, "hydra.sweep.dir=sweep")
+    assert code == 0, errors
+    jobs = [used(Path("sweep", number)) for number in "01"]
+    for first, second in jobs:
+        assert first["hparams"] == second["hparams"] and first["lr"] == second["lr"]
+        assert first["lr"] == first["hparams"]["lr"]
+    assert jobs[0][0]["lr"] != jobs[1][0]["lr"]
+    if package == "optuna":
+        best = yaml.safe_load(Path("sweep", "optimization_results.yaml").read_text())
+        assert best["best_value"] == pytest.approx(min(ranks[0]["loss"] for ranks in jobs))
+    assert not left_behind(app)
 
 
 def test_a_value_that_each_rank_draws_is_an_error(app: Path) -> None:

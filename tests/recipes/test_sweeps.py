@@ -261,6 +261,39 @@ def test_other_launchers_run_the_same_jobs(
     assert not ranks_of(run_dir)
 
 
+SLURM = """
+import os
+own = {name: os.environ.get("SUBMITIT_LOCAL_" + name) for name in ("JOB_ID", "NTASKS", "LOCALID", "GLOBALID")}
+if own["GLOBALID"] is not None:
+    os.environ.update(
+        SLURM_JOB_ID=own["JOB_ID"], SLURM_NTASKS=own["NTASKS"], SLURM_PROCID=own["GLOBALID"],
+        SLURM_LOCALID=own["LOCALID"], SLURM_NODEID="0", SLURM_NODELIST="localhost", SLURM_JOB_NAME="sweep",
+        SLURM_NTASKS_PER_NODE=own["NTASKS"], MASTER_ADDR="127.0.0.1",
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tasks_of_slurm_are_the_ranks_of_a_job(
+    start: Callable[..., subprocess.Popen[str]], run_dir: Path
+) -> None:
+    """submitit's local executor with two tasks, in which a stub sets what srun would."""
+    if find_spec("submitit") is None:
+        pytest.skip("needs titanplug[submitit]")
+    (run_dir / "sitecustomize.py").write_text(SLURM)
+    given = ("hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2")
+    code, out, errors = finished(
+        start(*given, "~hydra.callbacks.titanplug_check", "seed=0,1", "parallelism=fsdp")
+    )
+    assert code == 0, out + errors
+    found = statuses()
+    assert [status["state"] for status in found.values()] == ["finished", "finished"]
+    assert [status["layout"]["world_size"] for status in found.values()] == [2, 2]
+    assert sorted(path.name for path in (the_sweep() / "0" / "ranks").iterdir()) == ["rank_1.log"]
+    assert not ranks_of(run_dir)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from titanplug.report.runs import find_runs, render
+
 ROOT = Path(__file__).parents[2]
 
 APP = """
@@ -140,6 +142,8 @@ def test_24_jobs_run_and_the_parent_keeps_nothing(
     assert states() == {str(number): "finished" for number in range(24)}
     assert out.splitlines()[0] == "24 jobs in sweep"
     assert "[24/24]" in out and "finished after" in out
+    table = render(find_runs([Path("sweep")]), None, width=0)
+    assert all(f"\n {number:2d}  {number:2d}  finished" in table for number in range(24)), table
     assert sorted(p.name for p in Path("sweep").iterdir() if not p.is_dir()) == [
         "multirun.yaml",
         "sweep.json",

@@ -91,6 +91,8 @@ class HydraJob:
                 if key != "hydra":
                     _settle(config, key)
             hydra.mode = "RUN"
+            for plugin in ("launcher", "sweeper"):  # their schemas may be classes that nobody else can import
+                hydra[plugin] = OmegaConf.to_container(hydra[plugin])
             hydra.job.name = f"{hydra.job.name}_rank{rank}"  # names its log file
             _keep_off_console(hydra.job_logging)
         return config

@@ -38,6 +38,9 @@ COMMANDS = {
         "start a project of your own from a recipe", "init my_project", "titanplug.commands.init:main"
     ),
     "doctor": Command("what this machine can do, common faults", "doctor", "titanplug.commands.doctor:main"),
+    "completion": Command(
+        "let the shell complete commands", "completion bash", "titanplug.commands.completion:main"
+    ),
     "schedule": Command(
         "compare pipeline schedules",
         "schedule --pp 4 --microbatches 8",
@@ -59,6 +62,9 @@ COMMANDS = {
         "titanplug.models.hf_commands:export_main",
     ),
 }
+
+COMPLETION = ("-sc", "--shell-completion")
+"""Hydra's flags: what the shell was given by ``titanplug completion`` calls ``titanplug -sc query=bash``."""
 
 
 def usage() -> str:
@@ -89,6 +95,9 @@ def main() -> None:
         print(usage())
     elif name == "--version":
         print(titanplug.__version__)
+    elif arguments and (name in COMPLETION or arguments[0] in COMPLETION):
+        action, _, shell = arguments[-1].partition("=")
+        import_module("titanplug.commands.completion").complete(action, shell)
     elif name == "train":
         # As with `python -m`, modules in the working directory can be named in `_target_`.
         sys.path.insert(0, os.getcwd())

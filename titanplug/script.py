@@ -15,13 +15,13 @@ _WORKERS = ("joblib.", "loky.", "multiprocessing.", "submitit.")
 
 def remember_script() -> None:
     """Let workers that a launcher starts from this process know which script they work for."""
-    if not _is_worker():
+    if not is_worker():
         os.environ[SCRIPT_VARIABLE] = json.dumps(_own_command())
 
 
 def script_command() -> list[str]:
     """What starts this script, without its arguments: interpreter, and path or ``-m`` and module."""
-    if _is_worker() and SCRIPT_VARIABLE in os.environ:
+    if is_worker() and SCRIPT_VARIABLE in os.environ:
         command: list[str] = json.loads(os.environ[SCRIPT_VARIABLE])
         return command
     return _own_command()
@@ -45,6 +45,7 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path)
 
 
-def _is_worker() -> bool:
+def is_worker() -> bool:
+    """Whether this process runs jobs of a script for a launcher."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.startswith(_WORKERS)

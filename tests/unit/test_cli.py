@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,6 +54,23 @@ def test_the_help_is_there_at_once() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_help_of_train_imports_no_torch() -> None:
+    code = """
+import atexit, sys
+from titanplug import cli
+atexit.register(lambda: print("torch" in sys.modules))
+sys.argv = ["titanplug", "train", "--help"]
+cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "parallelism: " in done.stdout and done.stdout.splitlines()[-1] == "False"
 
 
 def test_ls_knows_every_group_and_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,20 +152,26 @@ def test_init_copies_a_recipe_and_nothing_over_others(
     assert all(name in out for name in init.recipes())
 
 
-def test_the_search_path_gives_other_apps_the_groups(tmp_path: Path) -> None:
-    """An app's own option goes before ours of the same name, and an app that wants none has none."""
-    app = """
-import hydra
+@pytest.fixture
+def app(tmp_path: Path) -> Callable[..., str]:
+    """Runs an app that imports no titanplug, with ``optim=adamw`` and a resolver ``run_id`` of its own."""
+    (tmp_path / "app.py").write_text(
+        """
+import sys, hydra
+from omegaconf import OmegaConf
+OmegaConf.register_new_resolver("run_id", lambda: "mine")
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(config): print(dict(config))
+def main(config):
+    print(OmegaConf.to_container(config, resolve=True))
+    assert not {"torch", "lightning", "titanplug.strategy"} & set(sys.modules)
 main()
 """
-    (tmp_path / "app.py").write_text(app)
+    )
     (tmp_path / "conf" / "optim").mkdir(parents=True)
     (tmp_path / "conf" / "optim" / "adamw.yaml").write_text("mine: 1\n")
-    (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - optim: adamw\nx: 1\n")
+    (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - optim: adamw\n  - _self_\nx: ${run_id:}\n")
 
-    def printed(*arguments: str) -> dict[str, Any]:
+    def printed(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "app.py", *arguments, "hydra.run.dir=."],
             cwd=tmp_path,
@@ -157,9 +180,51 @@ main()
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = eval(done.stdout)
-        return found
+        return done.stdout
 
-    assert printed() == {"optim": {"mine": 1}, "x": 1}
-    found = printed("+parallelism=hsdp")["parallelism"]
+    return printed
+
+
+def test_an_app_that_wants_nothing_of_titanplug_is_left_alone(app: Callable[..., str]) -> None:
+    assert eval(app()) == {"optim": {"mine": 1}, "x": "mine"}
+    assert "/schema" not in app("--help")
+
+
+def test_the_search_path_gives_other_apps_the_groups(app: Callable[..., str], tmp_path: Path) -> None:
+    found = eval(app("+parallelism=hsdp"))["parallelism"]
     assert found["dp_replicate"] == 2 and found["_target_"] == "titanplug.strategy.TitanStrategy"
+    (tmp_path / "conf" / "optim" / "slow.yaml").write_text(
+        "defaults:\n  - schema/adamw@_here_\n  - _self_\nlr: 1.0e-6\n"
+    )
+    found = eval(app("optim=slow"))["optim"]
+    assert found["lr"] == 1e-6 and found["_target_"] == "torch.optim.AdamW"
+
+
+def test_a_shell_completes_verbs_groups_options_and_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(cli.__file__).parents[1]
+    program = tmp_path / "titanplug"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m titanplug.cli "$@"\n')
+    program.chmod(0o755)
+    script = """
+eval "$(titanplug completion bash)"
+complete -p titanplug
+for COMP_LINE in "titanplug com" "titanplug train par" "titanplug train -m optim=sg" "titanplug ls x"; do
+    words=($COMP_LINE); COMP_POINT=${#COMP_LINE}; COMP_CWORD=$((${#words[@]} - 1)); COMPREPLY=()
+    hydra_bash_completion
+    echo "${COMPREPLY[@]}"
+done
+"""
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    first, *found = done.stdout.splitlines()
+    assert first.endswith("-F hydra_bash_completion titanplug")
+    assert found == ["compare completion", "parallelism parallelism.", "optim=sgd", ""]
+    assert run(capsys, "-sc")[0] == 2

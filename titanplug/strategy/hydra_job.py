@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanplug.errors import ConfigError
-from titanplug.script import script_command
+from titanplug.script import is_worker, script_command
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -64,7 +64,9 @@ class HydraJob:
         """
         path = folder / f"rank{rank}.pickle"
         try:
-            path.write_bytes(pickle.dumps(self._config_of(rank)))
+            config = self._config_of(rank)
+            # A worker knows the script's own classes by value, and the rank can't take those.
+            path.write_bytes(pickle.dumps(_without_schema(config) if is_worker() else config))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"The configuration can't be passed on to rank {rank}: {error}. It may hold plain values, "
@@ -132,6 +134,17 @@ def _settle(parent: Any, key: Any) -> None:
                 _settle(value, item)
     elif refers:
         parent[key] = value
+
+
+def _without_schema(config: DictConfig) -> DictConfig:
+    """The same values in plain containers, but for the node ``hydra``."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(config)
+    assert isinstance(values, dict)
+    plain = OmegaConf.create({key: value for key, value in values.items() if key != "hydra"})
+    plain.hydra = config.hydra
+    return plain
 
 
 def _keep_off_console(logging: Any) -> None:

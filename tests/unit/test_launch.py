@@ -37,8 +37,12 @@ def note(config):
     (Path(config["paths"]["run_dir"]) / f"seen{RANK}.json").write_text(json.dumps(seen))
 
 def fail(config):
+    begun = Path(config["paths"]["run_dir"]) / "begun"
     if RANK == 1:
+        begun.touch()
         raise KeyError("the real reason")
+    while not begun.exists():
+        time.sleep(0.01)
     time.sleep(0.05)
     raise RuntimeError("[gloo] Connection closed by peer")
 

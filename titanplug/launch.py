@@ -255,7 +255,7 @@ def configure_logging(run_dir: Path, rank: int) -> None:
         file = _log_file(run_dir / LOG_FILE)
     else:
         console.setLevel(logging.ERROR)
-        (run_dir / RANK_LOGS).mkdir(exist_ok=True)
+        (run_dir / RANK_LOGS).mkdir(parents=True, exist_ok=True)  # a node may have a disk of its own
         file = _log_file(run_dir / RANK_LOGS / f"rank_{rank}.log")
         sys.stdout = file.stream  # what is printed on every rank is read once
     # Lightning's own use of torch, which its user can't change.

@@ -66,9 +66,14 @@ def train(config: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             path = run_dir / resume.METRICS_FILE
             path.write_text(json.dumps(_numbers(values), indent=2) + "\n")
-    finally:
+    except BaseException:
+        # No metrics: they may have to be gathered, and the other ranks aren't here.
         if trainer.is_global_zero:
-            _leave_results(trainer, config, values or trainer.callback_metrics)
+            with contextlib.suppress(Exception):
+                _leave_results(trainer, config, values)
+        raise
+    if trainer.is_global_zero:
+        _leave_results(trainer, config, values)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

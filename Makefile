@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
+# Editable by a path, not by import hooks: Hydra looks for plugins in folders.
+EDITABLE := --config-settings editable_mode=compat -e
 # What an installation depends on. The code itself is not: it is installed editable.
 MANIFEST := pyproject.toml setup.py constraints.txt $(wildcard hydra_plugins)
 TYPED := titanplug tests/harness.py tests/conftest.py $(wildcard hydra_plugins)
@@ -45,13 +47,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(MANIFEST) | $(BIN)/python
-	$(INSTALL) -e .
+	$(INSTALL) $(EDITABLE) .
 	touch $@
 
 $(VENV)/.installed-test: $(MANIFEST) | $(BIN)/python
-	$(INSTALL) -e '.[test]'
+	$(INSTALL) $(EDITABLE) '.[test]'
 	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: $(MANIFEST) | $(BIN)/python
-	$(INSTALL) -e '.[test,dev]'
+	$(INSTALL) $(EDITABLE) '.[test,dev]'
 	touch $(VENV)/.installed $(VENV)/.installed-test $@

@@ -20,11 +20,13 @@ from typing import Any, NoReturn
 import yaml
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from hydra_plugins.titanplug_launcher import TitanplugLauncher
 from titanplug import attach, launch, resume
 from titanplug.config import find_conf, register_schemas
 from titanplug.config.checks import forget_first_weights, resolve_run
@@ -306,6 +308,8 @@ def compose_and_run(attached: attach.Attached | None) -> None:
             return None
 
     job.jobs = jobs  # type: ignore[attr-defined]
+    # Hydra looks into folders for plugins, and finds none in an editable installation.
+    Plugins.instance().register(TitanplugLauncher)
     # Errors of composing come out of Hydra as they are; main() says them better.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

@@ -228,3 +228,22 @@ done
     assert first.endswith("-F hydra_bash_completion titanplug")
     assert found == ["compare completion", "parallelism parallelism.", "optim=sgd", ""]
     assert run(capsys, "-sc")[0] == 2
+
+
+def test_hydra_finds_the_launcher_and_the_groups_as_installed(tmp_path: Path) -> None:
+    """Without the checkout on the path: an installation by `make` must do."""
+    app = "import hydra\n@hydra.main(version_base='1.3', config_path=None)\ndef main(c): print(c)\nmain()\n"
+    (tmp_path / "app.py").write_text(app)
+    for command, found in (
+        (["-m", "titanplug.cli", "train", "--cfg", "hydra"], "titanplug_launcher"),
+        (["app.py", "+parallelism=hsdp", "hydra/launcher=titanplug", "hydra.run.dir=."], "TitanStrategy"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert found in done.stdout

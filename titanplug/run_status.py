@@ -90,10 +90,12 @@ class Status:
     error: str | None = None
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it still runs, as far as this machine can tell."""
-        if self.state != "running" or self.host != socket.gethostname():
+    def is_alive(self) -> bool | None:
+        """Whether it still runs; None where only another machine can tell."""
+        if self.state != "running":
             return False
+        if self.host != socket.gethostname():
+            return None
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.pid_started) < 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from titanplug.report.compare import differences, main, read_curve
 from titanplug.report.loss_curve import Curve, write_table
-from titanplug.report.runs import find_runs, judged_by, ordered, render
+from titanplug.report.runs import find_runs, judged_by, label, ordered, render
 from titanplug.run_status import Status, write_status
 
 LAYOUT = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "world_size": 2}
@@ -157,11 +158,16 @@ def test_values_that_a_step_does_not_have_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_and_an_older_one_are_listed(tmp_path: Path) -> None:
-    write_run(tmp_path / "killed", [1.0], state="running", host="elsewhere", pid=1)
+    write_run(tmp_path / "killed", [1.0], state="running", host=socket.gethostname(), pid=1)
+    write_run(tmp_path / "far", [1.0], state="running", host="elsewhere", pid=1)
     write_run(tmp_path / "old", [1.0])
     (tmp_path / "old" / "metrics.json").write_text('{"val_loss": 3.0}')
     runs = find_runs([tmp_path])
-    assert [(run.name, run.state) for run in runs] == [("killed", "killed"), ("old", "finished")]
+    assert [(run.name, run.state) for run in runs] == [
+        ("far", "running"),
+        ("killed", "killed"),
+        ("old", "finished"),
+    ]
     assert judged_by(runs) == "val_loss" and ordered(runs, "val_loss")[0].name == "old"
 
 
@@ -193,3 +199,22 @@ def test_wrong_arguments_say_what_to_give(
     write_run(tmp_path / "runs" / "a", [1.0], metrics={"val_loss": 1.0})
     code, errors = refused(capsys, *given)
     assert code == 2 and told in errors
+
+
+def test_broken_files_and_links_spoil_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Long overrides keep their runs apart in the picture, and curves without values are left out."""
+    for number in range(12):
+        overrides = [f"a={'x' * 60}", f"b={number}", f"c={'y' * 60}{number}"]
+        write_run(tmp_path / "runs" / str(number), [1.0], overrides=overrides, metrics={"val_loss": 1.0})
+    for name, text in (("12", ""), ("13", "step,loss (nats)\n")):
+        write_run(tmp_path / "runs" / name, [1.0], overrides=["a=x"], metrics={"val_loss": 1.0})
+        (tmp_path / "runs" / name / "loss_curve.csv").write_text(text)
+    (write_run(tmp_path / "runs" / "14", [1.0]) / "metrics.json").write_text("[1]")
+    (tmp_path / "runs" / "loop").symlink_to(".")
+    (tmp_path / "runs" / "latest").symlink_to("1")
+    runs = find_runs([tmp_path / "runs"])
+    assert len(runs) == 15 and len({label(run, runs) for run in runs}) == 15
+    out = shown(capsys, tmp_path / "runs", "--picture", tmp_path / "a.svg")
+    assert "15 runs: 14 finished, 1 unknown" in out and (tmp_path / "a.svg").exists()
+    code, errors = refused(capsys, tmp_path / "runs", "--picture", tmp_path / "a.gift")
+    assert code == 2 and "Give .png, .svg or .pdf" in errors

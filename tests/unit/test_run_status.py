@@ -88,7 +88,7 @@ def test_another_process_with_its_number_is_another(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert status is not None
     assert not replace(status, pid_started=status.pid_started - 60).is_alive
-    assert not replace(status, host="elsewhere").is_alive
+    assert replace(status, host="elsewhere").is_alive is None  # only that machine can tell
 
 
 def test_how_often_it_was_started_comes_from_the_sweep(

@@ -48,7 +48,10 @@ def read_curve(run: Path) -> Curve:
             "the folders of runs that have ended."
         )
     with path.open(newline="") as file:
-        (_, title, *_), *rows = csv.reader(file)
+        head, *rows = [*csv.reader(file)] or [[]]
+    if len(head) < 2:
+        raise ConfigError(f"{path} is no table of a loss. Give the folder of another run.")
+    _, title, *_ = head
     name, _, unit = title.removesuffix(")").partition(" (")
     curve = Curve(name, unit)
     for step, value, *_ in rows:
@@ -259,6 +262,8 @@ def main(arguments: Sequence[str]) -> None:
             f"{', '.join(map(str, given.runs))}: no runs there. A run's folder has a status.json, "
             f"metrics.json or {CURVE_FILE}; give such folders, or one above them."
         )
+    if given.picture is not None and given.picture.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--picture {given.picture}: its ending names the format. Give .png, .svg or .pdf.")
     names = {name for run in runs for name in run.status.metrics}
     names |= {name for name in MEASURED if any(run.value(name) is not None for run in runs)}
     for name in (given.sort, given.assert_close, *filter(None, given.metrics.split(","))):
@@ -269,14 +274,15 @@ def main(arguments: Sequence[str]) -> None:
     width = 0 if given.wide else None
     print(render(runs, key, metrics=metrics, descending=given.descending, width=width))
     runs = ordered(runs, key, given.descending)
-    drawn = [run for run in runs if (run.folder / CURVE_FILE).is_file()]
+    found = {run.name: curve for run in runs if (curve := _curve_of(run)) is not None}
+    drawn = [run for run in runs if run.name in found]
     if 2 <= len(drawn) <= _FEW:
         order = [run.folder for run in find_runs(given.runs)]
         drawn.sort(key=lambda run: order.index(run.folder))  # as given: the last is the reference
-        curves = {run.name: read_curve(run.folder) for run in drawn}
+        curves = {run.name: found[run.name] for run in drawn}
         print("\n" + "\n".join(_distances(curves)))
     else:
-        curves = {label(run, runs): read_curve(run.folder) for run in drawn}
+        curves = {label(run, runs): found[run.name] for run in drawn}
     if given.csv is not None:
         write_csv(runs, given.csv)
     if given.json is not None:
@@ -294,6 +300,14 @@ def main(arguments: Sequence[str]) -> None:
             print(f"titanplug compare: {problem}.", file=sys.stderr)
             sys.exit(1)
         print(f"{given.assert_close} is the same in all {len(runs)} runs, to {given.tolerance:g}")
+
+
+def _curve_of(run: Run) -> Curve | None:
+    """Its curve, where it has come so far as to leave one."""
+    try:
+        return read_curve(run.folder)
+    except (ConfigError, ValueError):
+        return None
 
 
 def _distances(curves: dict[str, Curve]) -> list[str]:

@@ -46,7 +46,7 @@ class Run:
     @property
     def state(self) -> str:
         """As in the status; a run that was killed says "killed"."""
-        if self.status.state == "running" and not self.status.is_alive:
+        if self.status.state == "running" and self.status.is_alive is False:
             return "killed"
         return self.status.state
 
@@ -74,9 +74,14 @@ def _folders(path: Path) -> Iterator[Path]:
         yield path
         return
     with contextlib.suppress(OSError):
-        below = [item for item in path.iterdir() if item.is_dir() and not item.name.startswith(".")]
+        below = [item for item in path.iterdir() if _is_below(item)]
         for folder in sorted(below, key=lambda item: _natural(item.name)):
             yield from _folders(folder)
+
+
+def _is_below(item: Path) -> bool:
+    """Whether runs are looked for in it; links would lead to the same ones, or round in a circle."""
+    return item.is_dir() and not item.is_symlink() and not item.name.startswith(".")
 
 
 def _natural(name: str) -> list[Any]:
@@ -103,7 +108,8 @@ def _status(folder: Path) -> Status:
         return status
     metrics: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
-        metrics = json.loads((folder / METRICS_FILE).read_text())
+        found = json.loads((folder / METRICS_FILE).read_text())
+        metrics = found if isinstance(found, dict) else {}
     return Status(state="finished" if metrics else "unknown", metrics=metrics)
 
 
@@ -204,7 +210,7 @@ def label(run: Run, runs: Sequence[Run]) -> str:
     """What to call a run in a picture: its name, and what it was given that others weren't."""
     _, varied = _split_overrides(runs)
     values = [run.overrides[key] for key in varied if key in run.overrides]
-    return _cut(" ".join([f"{run.name}:", *values]) if values else run.name, 44)
+    return f"{run.name}: {_cut(' '.join(values), 40)}" if values else run.name
 
 
 def _row(run: Run, varied: Sequence[str], metrics: Sequence[str]) -> dict[str, str]:

@@ -188,10 +188,10 @@ class Sweep:
                 f"{job.folder} holds another job ({' '.join(earlier.overrides)}), not "
                 f"{' '.join(job.overrides)}. Give the sweep another hydra.sweep.dir."
             )
-        if earlier is not None and earlier.is_alive:
+        if earlier is not None and earlier.is_alive is not False:
             raise ConfigError(
                 f"{job.folder}: this job is running (process {earlier.pid} of {earlier.host}). Wait for it, "
-                "or end it first."
+                "or end it first; where that machine is gone, remove the folder's status.json."
             )
         if earlier is not None and earlier.state == "finished":
             job.read_return()

@@ -151,7 +151,6 @@ def hide_warnings_of_lightning() -> None:
     )
 
 
-@functools.cache
 def keep_subclasses_apart_in_compile_cache() -> None:
     """Compile again in each process what takes tensor subclasses.
 
@@ -163,6 +162,7 @@ def keep_subclasses_apart_in_compile_cache() -> None:
     torch._functorch.config.enable_autograd_cache = False
 
 
+@functools.cache
 def let_collectives_end_before_exit() -> None:
     """Give gloo's threads the interpreter's lock once more when this process ends.
 

@@ -162,3 +162,13 @@ def test_compat_imports_neither_torch_nor_lightning() -> None:
     code = "import sys, titanplug.compat; print({'torch', 'lightning'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr
+
+
+def test_a_process_waits_for_its_last_collective_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many Trainers it has."""
+    registered: list[object] = []
+    monkeypatch.setattr(compat.atexit, "register", lambda *arguments: registered.append(arguments))
+    compat.let_collectives_end_before_exit.cache_clear()
+    compat.let_collectives_end_before_exit()
+    compat.let_collectives_end_before_exit()
+    assert len(registered) == 1

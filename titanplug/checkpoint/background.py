@@ -117,12 +117,12 @@ class HostCopies:
             beside the host.
         """
         used: dict[tuple[str, ...], Tensor] = {}
-        rooms: list[Tensor] = []
         sources: list[Tensor] = []
-        copied = self._collect(tensors, (), used, rooms, sources)
+        copied = self._collect(tensors, (), used, sources)
         self._held = used
         with torch.no_grad():
-            torch._foreach_copy_(rooms, sources, non_blocking=True)
+            # Past DTensor: an operation on one costs more than copying a small tensor.
+            torch._foreach_copy_([*map(local_tensor, used.values())], sources, non_blocking=True)
         if not torch.cuda.is_available() or not torch.cuda.is_initialized():
             return copied, lambda: None
         event = torch.cuda.Event()
@@ -134,24 +134,18 @@ class HostCopies:
         value: Any,
         path: tuple[str, ...],
         used: dict[tuple[str, ...], Tensor],
-        rooms: list[Tensor],
         sources: list[Tensor],
     ) -> Any:
-        """The same dicts with the tensors of ``used``; ``sources`` are to be copied into ``rooms``."""
+        """The same dicts with room for the tensors; adds it to ``used``, what goes there to ``sources``."""
         if isinstance(value, dict):
-            return {
-                key: self._collect(item, (*path, str(key)), used, rooms, sources)
-                for key, item in value.items()
-            }
+            return {key: self._collect(item, (*path, str(key)), used, sources) for key, item in value.items()}
         if not isinstance(value, Tensor):
             return value
         held = self._held.get(path)
         if held is None or not _fits(held, value):
             held = _room_for(value)
-        # Past DTensor: an operation on one costs more than copying a small tensor.
-        rooms.append(local_tensor(held))
-        sources.append(local_tensor(value))
         used[path] = held
+        sources.append(local_tensor(value))
         return held
 
 

@@ -324,6 +324,16 @@ def test_all_wrong_values_are_told_at_once() -> None:
     assert len(problems) == len(told)
 
 
+def test_all_gpus_are_counted_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number decides the rows of a rank, and is what the ranks and the status get."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    found = resolved(
+        "trainer.devices=-1", "trainer.accelerator=gpu", "global_batch_size=8", "parallelism=fsdp"
+    )
+    assert found.devices == found.config["trainer"]["devices"] == 4
+    assert found.config["data"]["batch_size"] == 2
+
+
 def test_the_rest_of_the_processes_is_checked_like_a_number() -> None:
     (problem,) = problems_of("trainer.accelerator=cpu", "trainer.devices=4", "parallelism=tp")
     assert "tp=4 with 4 heads and 2 key-value heads" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ CHOICES = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "cuda"),
     "trainer.gradient_clip_algorithm": (None, "norm", "value"),
     "trainer.profiler": (None, "simple", "advanced", "pytorch"),
+    "trainer.deterministic": (None, False, True, "warn"),
+    "callbacks.model_checkpoint.mode": (None, "min", "max"),
 }
 EXTRAS = {
     "titanplug.modules.adamw_8bit": ("torchao", "int8"),
@@ -43,19 +46,25 @@ class Range:
         least: the smallest.
         most: the largest; None: no limit.
         excluded: whether ``most`` itself is out.
+        above: whether ``least`` itself is out.
     """
 
     least: float
     most: float | None = None
     excluded: bool = False
+    above: bool = False
 
     def __contains__(self, value: float) -> bool:
-        """Whether a number is one of them; NaN is none."""
+        """Whether a number is one of them; NaN and infinity are none."""
+        if not math.isfinite(value) or (self.above and value == self.least):
+            return False
         if self.most is None:
             return value >= self.least
         return self.least <= value < self.most if self.excluded else self.least <= value <= self.most
 
     def __str__(self) -> str:
+        if self.above:
+            return f"above {self.least}"
         if self.most is None:
             return f"{self.least} or more"
         return f"a number from {self.least} to {'below ' if self.excluded else ''}{self.most}"
@@ -67,6 +76,12 @@ RANGES = {
     "global_batch_size": _SIZE,
     "data.batch_size": _SIZE,
     "data.seq_len": _SIZE,
+    "data.eval_batch_size": _SIZE,
+    "data.validation_fraction": Range(0, 1, excluded=True),
+    "data.test_fraction": Range(0, 1, excluded=True),
+    "data.max_eval_documents": _ANY,
+    "tokenizer.vocab_size": _SIZE,
+    "tokenizer.min_frequency": _ANY,
     "data.num_workers": _ANY,
     "optim.lr": _ANY,
     "optim.eps": _ANY,
@@ -86,7 +101,7 @@ RANGES = {
     "trainer.limit_test_batches": _ANY,
     "trainer.limit_predict_batches": _ANY,
     "trainer.overfit_batches": _ANY,
-    "trainer.val_check_interval": _ANY,
+    "trainer.val_check_interval": Range(0, above=True),
     "trainer.check_val_every_n_epoch": _SIZE,
     "trainer.num_sanity_val_steps": Range(-1),
     "trainer.log_every_n_steps": _ANY,
@@ -140,8 +155,9 @@ def resolve_run(config: DictConfig, run_dir: Path) -> ResolvedRun:
     resolved: dict[str, Any] = {str(key): value for key, value in plain.items()}
     if resolved["ckpt_path"] is not None:
         forget_first_weights(resolved)
-    problems += [*_out_of_range(resolved), *_missing_extras("", resolved)]
+    problems += [*_out_of_range(resolved), *_not_built(resolved), *_missing_extras("", resolved)]
     devices, nodes = _count_devices(resolved["trainer"], problems), resolved["trainer"]["num_nodes"]
+    resolved["trainer"]["devices"] = devices
     _share_global_batch(resolved, problems)
     _check_model(resolved, devices * nodes, problems)
     if problems:
@@ -188,7 +204,7 @@ def _wrong_choices(config: DictConfig) -> list[str]:
     for key, allowed in CHOICES.items():
         value = OmegaConf.select(config, key)
         if value not in allowed:
-            shown = ", ".join("null" if item is None else item for item in allowed)
+            shown = ", ".join("null" if item is None else str(item).lower() for item in allowed)
             problems.append(f"{key}={value}: there is no such choice. Choose one of: {shown}.")
     if config.ckpt_path is not None and config.resume is not None:
         problems.append(
@@ -205,6 +221,17 @@ def _out_of_range(config: dict[str, Any]) -> Iterator[str]:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and number not in allowed:
                 yield f"{key}={number}: it must be {allowed}. Give such a number."
+
+
+def _not_built(config: dict[str, Any]) -> Iterator[str]:
+    """Values in the place of a part's keys, and a name that leads out of the folder of runs."""
+    for group in ("callbacks", "logger"):
+        for name, node in (config[group] or {}).items():
+            if node is not None and not isinstance(node, dict):
+                yield f"{group}.{name}={node}: it is built from keys. Set these, or null to switch it off."
+    name = Path(config["name"])
+    if not name.parts or name.is_absolute() or ".." in name.parts:
+        yield f"name={config['name']}: it names a folder below paths.runs. Give a name, without '..' in it."
 
 
 def _missing_extras(prefix: str, config: dict[str, Any]) -> Iterator[str]:

@@ -297,7 +297,11 @@ def compose_and_run(attached: attach.Attached | None) -> None:
                 launch.run_task(TASK, attach.Channel(here).receive(), here.rank)
                 return None
             own = channel or (None if here is None else attach.Channel(here))
-            return objective(config, run_job(config, here, own))
+            try:
+                return objective(config, run_job(config, here, own))
+            finally:
+                if own is not None:
+                    own.send_end()  # the other tasks wait for a configuration
         except (launch.Preempted, launch.Interrupted) as error:
             stopped.append(error)
             raise SystemExit from None  # past Hydra, which would go on with the next job of a sweep

@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
+
+from tests.processes import processes_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,15 +111,6 @@ def used(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("used*.json"))]
 
 
-def left_behind(app: Path) -> list[int]:
-    """Processes that still run the script."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(app) in (process.info["cmdline"] or []):
-            found.append(process.pid)
-    return found
-
-
 def test_jobs_of_a_sweep_have_their_own_ranks_folders_and_values(app: Path) -> None:
     """World sizes 2, 3 and 1 in one sweep, a failing rank in the middle, and values drawn at random."""
     code, errors = run(str(app), "-m", "devices=2,3,1", "failing=3", "hydra.sweep.dir=sweep")
@@ -135,7 +127,7 @@ def test_jobs_of_a_sweep_have_their_own_ranks_folders_and_values(app: Path) -> N
     logs = sorted(path.name for path in Path("sweep/1").glob("*.log"))
     assert logs == ["app.log", "app_rank1.log", "app_rank2.log"]
     assert not Path("outputs").exists() and not Path("multirun").exists()
-    assert not left_behind(app)
+    assert not processes_in(app.parent)
 
 
 def test_a_run_under_hydra_gives_all_ranks_the_values_of_rank_0(app: Path) -> None:
@@ -169,11 +161,11 @@ def test_other_launchers_and_sweepers(app: Path, package: str, given: list[str])
     if package == "optuna":
         best = yaml.safe_load(Path("sweep", "optimization_results.yaml").read_text())
         assert best["best_value"] == pytest.approx(min(ranks[0]["loss"] for ranks in jobs))
-    assert not left_behind(app)
+    assert not processes_in(app.parent)
 
 
 def test_a_value_that_each_rank_draws_is_an_error(app: Path) -> None:
     code, errors = run(str(app), "hydra.run.dir=run", "dropout=${drawn_always:}")
     assert code == 1
     assert "hparams.dropout is 0." in errors and "use_cache=True" in errors
-    assert not left_behind(app)
+    assert not processes_in(app.parent)

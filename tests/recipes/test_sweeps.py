@@ -7,15 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
+
+from tests.processes import processes_in, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,23 +90,14 @@ def statuses() -> dict[str, dict[str, Any]]:
     return {name: found[name] for name in sorted(found)}
 
 
-def ranks_of(folder: Path) -> list[psutil.Process]:
-    """Processes that work in a folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cwd() == str(folder) and process.pid != os.getpid():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    """Wait for what a sweep does while it runs."""
+
+    def holds() -> bool:
+        assert process.poll() is None
+        return condition()
+
+    wait_for(holds, 100)
 
 
 @pytest.mark.slow
@@ -151,7 +142,7 @@ def test_layouts_agree_and_a_wrong_one_stops_nothing(
         compare, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not ranks_of(run_dir)
+    assert not processes_in(run_dir)
 
 
 @pytest.mark.slow
@@ -177,7 +168,7 @@ def test_a_failing_trial_and_world_sizes_in_one_sweep(
     assert "#1 failed" in out and "the disk of this rank is full" in out
     values = [found[job]["metrics"]["val_loss"] for job in "023"]
     assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-5)
-    assert not ranks_of(run_dir)
+    assert not processes_in(run_dir)
 
 
 @pytest.mark.slow
@@ -194,10 +185,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
     process.kill()
     process.communicate()
     (run_dir / "wait").unlink()
-    deadline = time.monotonic() + 20
-    while ranks_of(run_dir) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not ranks_of(run_dir)  # they have ended with it
+    wait_for(lambda: not processes_in(run_dir), 20)  # they end with it
     sweep = the_sweep()
     assert [status["state"] for status in statuses().values()] == ["finished", "running"]
     code, out, errors = finished(start(*given, "--resume"))
@@ -218,7 +206,7 @@ def test_ctrl_c_ends_every_process(start: Callable[..., subprocess.Popen[str]], 
     assert code == 128 + signal.SIGINT
     assert "The sweep was ended by SIGINT" in errors and "--resume" in errors
     assert [status["state"] for status in statuses().values()] == ["interrupted"]
-    assert not ranks_of(run_dir)
+    assert not processes_in(run_dir)
 
 
 @pytest.mark.slow
@@ -258,7 +246,7 @@ def test_other_launchers_run_the_same_jobs(
     found = statuses()  # in one folder
     assert [status["state"] for status in found.values()] == ["finished", "finished"]
     assert found["0"]["objective"] != found["1"]["objective"]
-    assert not ranks_of(run_dir)
+    assert not processes_in(run_dir)
 
 
 SLURM = """
@@ -291,7 +279,7 @@ def test_tasks_of_slurm_are_the_ranks_of_a_job(
     assert [status["state"] for status in found.values()] == ["finished", "finished"]
     assert [status["layout"]["world_size"] for status in found.values()] == [2, 2]
     assert sorted(path.name for path in (the_sweep() / "0" / "ranks").iterdir()) == ["rank_1.log"]
-    assert not ranks_of(run_dir)
+    assert not processes_in(run_dir)
 
 
 @pytest.mark.parametrize(

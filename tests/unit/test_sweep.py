@@ -14,8 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from hydra.core.utils import JobReturn, JobStatus
 
+from tests.processes import processes_in, wait_for
 from titanplug.report.runs import find_runs, render
+from titanplug.sweep.returned import SaveReturn
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,25 +110,6 @@ def attempts(number: int) -> int:
     return len(path.read_text().split()) // 2 if path.exists() else 0
 
 
-def jobs_of(folder: Path) -> list[psutil.Process]:
-    """Processes that work in a folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cwd() == str(folder) and process.pid != os.getpid():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_24_jobs_run_and_the_parent_keeps_nothing(
     sweep: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -151,7 +136,7 @@ def test_24_jobs_run_and_the_parent_keeps_nothing(
     early = max(rss for done, rss in memory if done <= 4)
     assert max(rss for _, rss in memory) < early + 8 * 2**20
     assert (Path("sweep") / "7" / "console.log").read_text().strip() == "job 7 prints"
-    assert not jobs_of(tmp_path)
+    assert not processes_in(tmp_path)
 
 
 def test_as_many_run_at_a_time_as_there_are_slots(sweep: Callable[..., subprocess.Popen[str]]) -> None:
@@ -207,7 +192,7 @@ def test_a_job_that_takes_too_long_is_ended(
         )
     )
     assert code == 1 and states() == {"0": "timeout", "1": "timeout"}
-    assert "hydra.launcher.timeout_s" in out and not jobs_of(tmp_path)
+    assert "hydra.launcher.timeout_s" in out and not processes_in(tmp_path)
 
 
 def test_a_job_that_dies_says_how(sweep: Callable[..., subprocess.Popen[str]]) -> None:
@@ -227,7 +212,7 @@ def test_a_signal_ends_all_jobs(
     code, _ = finished(process)
     assert code != 0 and time.monotonic() - begun < 20
     assert set(states().values()) == {"interrupted"} and len(states()) == 3
-    assert not jobs_of(tmp_path)
+    assert not processes_in(tmp_path)
 
 
 def test_a_killed_sweep_goes_on_with_the_remaining_jobs(
@@ -237,7 +222,7 @@ def test_a_killed_sweep_goes_on_with_the_remaining_jobs(
     wait_for(lambda: attempts(2) == 1)
     process.kill()
     process.communicate()
-    wait_for(lambda: not jobs_of(tmp_path), 10)
+    wait_for(lambda: not processes_in(tmp_path), 10)
     code, out = finished(sweep("x=range(5)", "sleep_s=1"))
     assert code == 1 and "holds another sweep" in out  # never over what is there
     code, out = finished(sweep("x=range(5)", "sleep_s=1", "hydra.launcher.resume=true"))
@@ -265,3 +250,14 @@ def test_what_cannot_be_is_told_before_a_job_starts(
     code, out = finished(sweep(*given))
     assert code != 0 and told in out, out
     assert not list(Path().glob("sweep/*/ran"))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(2, 2), ([1.0, 2.0], [1.0, 2.0]), (torch.tensor(1.5), 1.5), (object(), None), (None, None)],
+)
+def test_what_a_job_returns_comes_back_as_numbers(tmp_path: Path, value: Any, told: Any) -> None:
+    job_return = JobReturn(status=JobStatus.COMPLETED)
+    job_return.return_value = value
+    SaveReturn(str(tmp_path / "x" / "returned.json")).on_job_end(None, job_return)
+    assert json.loads((tmp_path / "x" / "returned.json").read_text()) == {"value": told, "error": None}

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +15,7 @@ from typing import Any
 import psutil
 
 from titanplug.config import SWEEP_VARIABLE
-from titanplug.launch import PR_SET_PDEATHSIG, RANK_VARIABLES
+from titanplug.launch import RANK_VARIABLES, end_with_parent
 
 CONSOLE_FILE = "console.log"
 """What a job's processes print."""
@@ -28,8 +25,6 @@ RETURN_FILE = ".hydra/returned.json"
 _OWN_ERROR = "titanplug: "
 _OF_THE_SWEEP = (*RANK_VARIABLES, SWEEP_VARIABLE)
 """Variables that a job must not inherit."""
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -87,7 +82,7 @@ class JobProcess:
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if _libc else None,
+                preexec_fn=end_with_parent,
             )
         self._kill_at_s: float | None = None
 
@@ -120,11 +115,6 @@ class JobProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
-
-
-def _end_with_parent() -> None:
-    assert _libc is not None
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def last_lines(folder: Path, number: int = 12) -> str:

@@ -199,14 +199,14 @@ class Sweep:
             return
         problem = self.slots.check(job.processes)
         if self.kind is not None and problem is None:
+            HydraConfig.instance().set_config(job.config)  # values may refer to it
             config = job.config.copy()
             with open_dict(config):
-                hydra = config.pop("hydra")
+                del config["hydra"]
             try:
                 self.kind.check(config, job.folder)
             except ConfigError as error:
                 problem = str(error)
-            del hydra
         if problem is not None:
             job.state, job.error = "refused", problem
             self.status_of(job).finish("refused", exit_code=2, error=problem)

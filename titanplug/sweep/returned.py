@@ -24,15 +24,15 @@ class SaveReturn(Callback):
         self._path = Path(path)
 
     def on_job_end(self, config: Any, job_return: JobReturn, **_: Any) -> None:
-        """Write the file; a value that isn't made of numbers and texts is written as None."""
+        """Write the file; of a value that JSON doesn't have a number, as of a tensor, or else None."""
         value = error = None
         if job_return.status == JobStatus.COMPLETED:
             value = job_return.return_value
         else:
             error = one_line(job_return._return_value)
         try:
-            text = json.dumps({"value": value, "error": error})
-        except TypeError:
+            text = json.dumps({"value": value, "error": error}, default=float)
+        except (TypeError, ValueError):
             text = json.dumps({"value": None, "error": None})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_suffix(".writing")

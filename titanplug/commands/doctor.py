@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -234,7 +234,7 @@ def _try_group(backend: str, number: int) -> Finding:
     return Finding("ok", backend, f"{number} processes added up in {time.monotonic() - begin:.1f} s")
 
 
-def main(arguments: Sequence[str], look: Callable[[bool], Iterator[Finding]] = look) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run the command. Exit code 1 where there is a fault."""
     parser = argparse.ArgumentParser(
         prog="titanplug doctor",

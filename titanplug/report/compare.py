@@ -202,8 +202,7 @@ def not_close(runs: Sequence[Run], key: str, tolerance: float) -> str | None:
     """
     missing = [run.name for run in runs if run.state != "finished" or run.value(key) is None]
     if missing:
-        shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-        return f"{len(missing)} of {len(runs)} runs have no final {key}: {shown}"
+        return f"{len(missing)} of {len(runs)} runs have no final {key}: {_listed(missing)}"
     values = {run.name: run.value(key) or 0.0 for run in runs}
     broken = [name for name, value in values.items() if not math.isfinite(value)]
     if broken:
@@ -273,12 +272,12 @@ def main(arguments: Sequence[str]) -> None:
     metrics = [name for name in given.metrics.split(",") if name]
     width = 0 if given.wide else None
     print(render(runs, key, metrics=metrics, descending=given.descending, width=width))
+    order = [run.name for run in runs]
     runs = ordered(runs, key, given.descending)
     found = {run.name: curve for run in runs if (curve := _curve_of(run)) is not None}
     drawn = [run for run in runs if run.name in found]
     if 2 <= len(drawn) <= _FEW:
-        order = [run.folder for run in find_runs(given.runs)]
-        drawn.sort(key=lambda run: order.index(run.folder))  # as given: the last is the reference
+        drawn.sort(key=lambda run: order.index(run.name))  # as given: the last is the reference
         curves = {run.name: found[run.name] for run in drawn}
         print("\n" + "\n".join(_distances(curves)))
     else:
@@ -291,7 +290,9 @@ def main(arguments: Sequence[str]) -> None:
         if not curves:
             parser.error(f"--picture: no run has a {CURVE_FILE}; the callback loss_curve writes it.")
         draw_comparison(curves, given.picture)
-        print(f"Drawn in {given.picture}")
+        without = [run.name for run in runs if run.name not in found]
+        told = f", without {_listed(without)}, which left no curve" if without else ""
+        print(f"Drawn in {given.picture}{told}")
     if given.assert_close is not None:
         if len(runs) < 2:
             parser.error("--assert-close: give two runs or more.")
@@ -300,6 +301,10 @@ def main(arguments: Sequence[str]) -> None:
             print(f"titanplug compare: {problem}.", file=sys.stderr)
             sys.exit(1)
         print(f"{given.assert_close} is the same in all {len(runs)} runs, to {given.tolerance:g}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _curve_of(run: Run) -> Curve | None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanplug.config.layout import AXES
+from titanplug.resume import METRICS_FILE
 from titanplug.run_status import STATUS_FILE, Status, read_status
 
 CURVE_FILE = "loss_curve.csv"
-METRICS_FILE = "metrics.json"
 
 MEASURED = ("tokens_per_s", "memory_gib", "seconds", "steps")
 """Values of every run, beside its final ones."""
@@ -231,8 +232,7 @@ def _row(run: Run, varied: Sequence[str], metrics: Sequence[str]) -> dict[str, s
 def _layout(status: Status) -> str:
     if status.layout is None:
         return "-"
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    split = [f"{axis}{status.layout[axis]}" for axis in axes if status.layout.get(axis, 1) != 1]
+    split = [f"{axis}{status.layout[axis]}" for axis in AXES if status.layout.get(axis, 1) != 1]
     return " ".join(split) or "1 process"
 
 

@@ -173,6 +173,9 @@ import os
 import lightning as L
 
 class Fail(L.Callback):
+    def on_train_start(self, *_):
+        print("said on every rank")
+
     def on_train_batch_end(self, trainer, *_):
         if os.environ["RANK"] == "1" and trainer.global_step == 3:
             raise ValueError("the disk of this rank is full")
@@ -190,6 +193,8 @@ def test_a_failing_rank_ends_the_job_with_its_own_error_last(
     assert errors.rstrip().endswith("ValueError: the disk of this rank is full")
     assert "rank 1 of 2 failed" in errors and "closed by peer" not in errors
     assert "step 2/6" in out
+    assert out.count("said on every rank") == 1
+    assert "said on every rank" in (the_run() / "ranks" / "rank_1.log").read_text()
     assert (the_run() / "loss_curve.csv").exists()
     assert time.monotonic() - begun < 100
 

@@ -295,3 +295,13 @@ def test_the_last_line_says_where_everything_is(run_dir: Path, capsys: pytest.Ca
     trainer.test(Tiny(), data(), verbose=False)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("Tested, test 3.0000 bits per byte. Everything is in runs/one")
+
+
+def test_the_mean_speed_leaves_the_first_line_out() -> None:
+    """Which has the warm-up in it; a run with one line has no other."""
+    lines = StepLines()
+    assert lines.results() == {"tokens_per_s": None, "memory_gib": None}
+    lines._rates, lines._peak_gib = [(100.0, 50.0)], 1.5
+    assert lines.results() == {"tokens_per_s": 2.0, "memory_gib": 1.5}
+    lines._rates += [(300.0, 1.0), (500.0, 3.0)]
+    assert lines.results()["tokens_per_s"] == 200.0

@@ -248,3 +248,18 @@ def test_hydra_finds_the_launcher_and_the_groups_as_installed(tmp_path: Path) ->
         )
         assert done.returncode == 0, done.stderr
         assert found in done.stdout
+
+
+def test_training_needs_no_plugin_to_be_found(tmp_path: Path) -> None:
+    """An editable installation by import hooks hides them from Hydra, which looks into folders."""
+    code = (
+        "import pkgutil, sys; walk = pkgutil.walk_packages; "
+        "pkgutil.walk_packages = lambda *a, **k: (m for m in walk(*a, **k) if 'titanplug' not in m.name); "
+        "sys.argv = ['titanplug', 'train', '-m', 'seed=0,1', 'trainer.devices=3', 'parallelism.dp_shard=2']; "
+        "from titanplug.cli import main; main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "[2/2] #1 refused: seed=1" in done.stdout, done.stdout + done.stderr

@@ -215,6 +215,16 @@ def test_a_signal_ends_all_jobs(
     assert not processes_in(tmp_path)
 
 
+def test_jobs_end_with_a_sweep_that_is_killed(
+    sweep: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = sweep("x=1,2", "sleep_s=600", "hydra.launcher.slots=2")
+    wait_for(lambda: attempts(0) == attempts(1) == 1)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes_in(tmp_path), 10)
+
+
 def test_a_killed_sweep_goes_on_with_the_remaining_jobs(
     sweep: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ PUBLISHED: dict[str, tuple[int, tuple[float, float, int, float | None, int | Non
     "llama3_2_3b": (3_212_749_824, (5e5, 1e-5, 131072, 32.0, None)),
     "qwen2_5_0_5b": (494_032_768, (1e6, 1e-6, 32768, None, None)),
     "qwen2_5_1_5b": (1_543_714_304, (1e6, 1e-6, 32768, None, None)),
+    "qwen2_5_3b": (3_085_938_688, (1e6, 1e-6, 32768, None, None)),
     "qwen2_5_7b": (7_615_616_512, (1e6, 1e-6, 32768, None, None)),
     "qwen2_5_14b": (14_770_033_664, (1e6, 1e-5, 32768, None, None)),
     "qwen2_5_32b": (32_763_876_352, (1e6, 1e-5, 32768, None, None)),

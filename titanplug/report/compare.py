@@ -278,18 +278,15 @@ def main(arguments: Sequence[str]) -> None:
     drawn = [run for run in runs if run.name in found]
     if 2 <= len(drawn) <= _FEW:
         drawn.sort(key=lambda run: order.index(run.name))  # as given: the last is the reference
-        curves = {run.name: found[run.name] for run in drawn}
-        print("\n" + "\n".join(_distances(curves)))
-    else:
-        curves = {label(run, runs): found[run.name] for run in drawn}
+        print("\n" + "\n".join(_distances({run.name: found[run.name] for run in drawn})))
     if given.csv is not None:
         write_csv(runs, given.csv)
     if given.json is not None:
         write_json(runs, given.json)
     if given.picture is not None:
-        if not curves:
+        if not drawn:
             parser.error(f"--picture: no run has a {CURVE_FILE}; the callback loss_curve writes it.")
-        draw_comparison(curves, given.picture)
+        draw_comparison({label(run, runs): found[run.name] for run in drawn}, given.picture)
         without = [run.name for run in runs if run.name not in found]
         told = f", without {_listed(without)}, which left no curve" if without else ""
         print(f"Drawn in {given.picture}{told}")
